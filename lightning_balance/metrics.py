@@ -1,0 +1,239 @@
+"""torchmetrics classes for what balancing changes: padding, differences between ranks, peak memory.
+
+The formulas live in :mod:`lightning_balance.efficiency`; a class only carries the sums they need. All states are plain
+tensors reduced by sum or max, so a rank without any update takes part in the collective like every other one: nothing
+hangs, and a figure that has no data anywhere is ``nan`` (torchmetrics then adds its usual warning).
+
+States are not part of a module's ``state_dict`` unless ``metric.persistent(True)`` is called, as everywhere in
+torchmetrics. A state saved on one rank holds that rank's sums only; to save the sums of all ranks, save inside
+``with metric.sync_context():`` and load on one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_balance.efficiency import cost_spread, pad_efficiency
+from lightning_balance.memory import GIB, read_accelerator_peak, read_rss_peak, restart_accelerator_peak
+
+__all__ = ["CostSpread", "PadEfficiency", "PeakMemory"]
+
+
+class PadEfficiency(Metric):
+    """Real tokens over padded tokens of everything that was processed, on all ranks.
+
+    Guarantee:
+        Equal to :func:`lightning_balance.efficiency.pad_efficiency` of all updates of all ranks together: a ratio of
+        sums, never a mean of ratios. Token counts are summed as 64-bit integers and therefore exact.
+
+    Units:
+        Tokens (or frames, nodes). ``compute`` returns a float32 scalar in [0, 1], ``nan`` before any padded token.
+
+    Example:
+        >>> metric = PadEfficiency()
+        >>> metric.update(real_tokens=90, padded_tokens=100)
+        >>> metric.update(real_tokens=30, padded_tokens=60)
+        >>> metric.compute()
+        tensor(0.7500)
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    plot_lower_bound = 0.0
+    plot_upper_bound = 1.0
+
+    real_tokens: Tensor
+    padded_tokens: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("real_tokens", torch.tensor(0, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("padded_tokens", torch.tensor(0, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, real_tokens: int | Tensor, padded_tokens: int | Tensor) -> None:
+        """Add micro-batches of this rank: two counts, or two tensors of counts.
+
+        A filler has 0 real tokens. Tensors are summed where they are; nothing is read back from the device.
+
+        Raises:
+            ValueError: two Python counts of which the first is the larger one, or negative ones.
+        """
+        if isinstance(real_tokens, int) and isinstance(padded_tokens, int) and not 0 <= real_tokens <= padded_tokens:
+            raise ValueError(
+                f"`real_tokens` must lie between 0 and `padded_tokens`, got {real_tokens} of {padded_tokens}."
+            )
+        self.real_tokens += _count(real_tokens, self.real_tokens)
+        self.padded_tokens += _count(padded_tokens, self.padded_tokens)
+
+    def compute(self) -> Tensor:
+        """Pad efficiency of all updates since the last reset, over all ranks."""
+        value = pad_efficiency(int(self.real_tokens), int(self.padded_tokens))
+        return torch.tensor(value, device=self.real_tokens.device)
+
+
+class CostSpread(Metric):
+    """(max - min) / mean of the ranks' costs inside one synchronisation, averaged over synchronisations.
+
+    Guarantee:
+        Equal to :func:`lightning_balance.efficiency.cost_spread` of all updates. Every update holds the costs of *all*
+        ranks, because a spread cannot be rebuilt from sums of single ranks. Where each rank knows all costs (planned
+        costs do not depend on the rank), each rank calls ``update`` with the same array and the value is the same as
+        on one rank; when only one rank has them (gathered measurements), only that one needs to call it.
+
+    Shapes and units:
+        ``update`` takes ``(..., num_ranks)`` costs of any unit; ``compute`` returns a float32 scalar >= 0, ``nan``
+        before the first synchronisation.
+
+    Example:
+        >>> metric = CostSpread()
+        >>> metric.update([3.0, 1.0])
+        >>> metric.update([[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]])
+        >>> metric.compute()
+        tensor(0.2500)
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    plot_lower_bound = 0.0
+
+    spread_sum: Tensor
+    spread_rest: Tensor
+    num_synchronisations: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # Two float32 numbers hold one running sum (Kahan): float64 states cannot be moved to MPS devices, and a plain
+        # float32 sum of a million spreads is already 1 % off.
+        self.add_state("spread_sum", torch.tensor(0.0, dtype=torch.float32), dist_reduce_fx="sum")
+        self.add_state("spread_rest", torch.tensor(0.0, dtype=torch.float32), dist_reduce_fx="sum")
+        self.add_state("num_synchronisations", torch.tensor(0, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, costs: npt.ArrayLike | Tensor) -> None:
+        """Add synchronisations: the costs of all ranks in the last axis, one synchronisation per remaining index.
+
+        Raises:
+            ValueError: a cost is negative, or there is no axis of ranks.
+        """
+        ranks = costs.detach().cpu().numpy() if isinstance(costs, Tensor) else np.asarray(costs, dtype=np.float64)
+        spread = cost_spread(ranks)
+        if ranks.size == 0:
+            return
+        num_synchronisations = ranks.size // ranks.shape[-1]
+        addend = spread * num_synchronisations - self.spread_rest
+        total = self.spread_sum + addend
+        self.spread_rest = (total - self.spread_sum) - addend
+        self.spread_sum = total
+        self.num_synchronisations += num_synchronisations
+
+    def compute(self) -> Tensor:
+        """Mean spread of all synchronisations since the last reset."""
+        if not self.num_synchronisations:
+            return torch.full_like(self.spread_sum, float("nan"))
+        return (self.spread_sum - self.spread_rest) / self.num_synchronisations
+
+
+class PeakMemory(Metric):
+    """Highest memory use seen by any rank, in GiB.
+
+    Two sources that must not be mixed up, hence two log keys (:attr:`log_key`):
+
+    - ``"accelerator"`` (``peak_memory_gib``): peak of the tensors allocated on the current device, from the counter of
+      its caching allocator. It is read on the host, without waiting for the device.
+    - ``"rss"`` (``peak_rss_gib``): peak resident memory of the process, with Python, libraries and data in it.
+
+    Window:
+        Which time a value covers is said by :attr:`window`. By default the counter runs since the process started (or
+        someone restarted it). With ``restart_window=True`` every ``update`` restarts the allocator's counter after
+        reading, so an update covers the time since the last one, ``compute`` the time since the last ``reset``. The
+        counter is shared: other users of ``max_memory_allocated`` then see restarted values, too. The peak of a
+        process cannot be restarted.
+
+    Guarantee:
+        Where the source cannot be read (no accelerator, or one without a peak counter) the value is ``nan`` and
+        :attr:`available` is False, never 0: leave the key out of the logs (pytorch#15968).
+
+    Raises:
+        ValueError: `source` is unknown, or `restart_window` is asked of a source that cannot restart.
+
+    Example:
+        >>> metric = PeakMemory(source="rss")
+        >>> metric.update()
+        >>> 0 < float(metric.compute()) < 1024
+        True
+        >>> metric.log_key
+        'peak_rss_gib'
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    plot_lower_bound = 0.0
+
+    peak_bytes: Tensor
+
+    def __init__(
+        self, source: Literal["accelerator", "rss"] = "accelerator", *, restart_window: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        if source not in ("accelerator", "rss"):
+            raise ValueError(f'`source` must be "accelerator" or "rss", got {source!r}.')
+        if source == "rss" and restart_window:
+            raise ValueError('`restart_window` needs source="accelerator": a process cannot restart its RSS peak.')
+        self.source = source
+        self.restart_window = restart_window
+        # -1 means never read: a real peak may be 0 bytes, and max over ranks keeps any rank that could read.
+        self.add_state("peak_bytes", torch.tensor(-1, dtype=torch.int64), dist_reduce_fx="max")
+
+    @property
+    def log_key(self) -> str:
+        """Name of the figure in logs, without a prefix."""
+        return "peak_memory_gib" if self.source == "accelerator" else "peak_rss_gib"
+
+    @property
+    def available(self) -> bool:
+        """Whether the source can be read on this machine."""
+        return self._read() is not None
+
+    @property
+    def window(self) -> str:
+        """The time that a computed value covers, in words."""
+        if self.source == "rss":
+            return "since the process started"
+        if self.restart_window:
+            return "since the last reset of this metric"
+        return "since the process started or the allocator's peak was last restarted"
+
+    def update(self) -> None:
+        """Read the source of this rank now; call it where the peak of interest has passed."""
+        peak_bytes = self._read()
+        if peak_bytes is None:
+            return
+        self.peak_bytes = torch.clamp(self.peak_bytes, min=peak_bytes)
+        if self.restart_window:
+            restart_accelerator_peak()
+
+    def compute(self) -> Tensor:
+        """Highest peak of all ranks in GiB, ``nan`` if no rank could read one."""
+        peak_bytes = int(self.peak_bytes)
+        return torch.tensor(peak_bytes / GIB if peak_bytes >= 0 else float("nan"), device=self.peak_bytes.device)
+
+    def reset(self) -> None:
+        """Forget the peaks seen so far; with ``restart_window`` also those since the last update."""
+        super().reset()
+        if self.restart_window:
+            restart_accelerator_peak()
+
+    def _read(self) -> int | None:
+        return read_accelerator_peak() if self.source == "accelerator" else read_rss_peak()
+
+
+def _count(tokens: int | Tensor, like: Tensor) -> int | Tensor:
+    return cast(Tensor, tokens.detach().sum().to(like.device, like.dtype)) if isinstance(tokens, Tensor) else tokens
