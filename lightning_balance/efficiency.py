@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lightning_balance.validation import check_choice, check_positive_int
+
 __all__ = ["cost_spread", "model_efficiency", "modelled_time", "pad_efficiency", "slot_efficiency"]
 
 
@@ -106,7 +108,7 @@ def modelled_time(costs: npt.ArrayLike, sync: Literal["micro_batch", "step"] = "
         costs: ``(num_slots, num_ranks)``; the result has the unit of the costs. No slots give 0.
 
     Raises:
-        ValueError: a cost is negative, `costs` is not two-dimensional, or `sync` is neither of the two words.
+        ValueError: a cost is negative, costs is not two-dimensional, or `sync` is neither of the two words.
 
     Example:
         >>> modelled_time([[4.0, 2.0], [1.0, 3.0]])
@@ -114,16 +116,13 @@ def modelled_time(costs: npt.ArrayLike, sync: Literal["micro_batch", "step"] = "
         >>> modelled_time([[4.0, 2.0], [1.0, 3.0]], sync="step")
         5.0
     """
+    check_choice("sync", sync, ("micro_batch", "step"))
     ranks = _costs_per_rank(costs)
     if ranks.ndim != 2:
-        raise ValueError(f"`costs` must have the shape (num_slots, num_ranks), got {ranks.shape}.")
+        raise ValueError(f"costs must have the shape (num_slots, num_ranks), got {ranks.shape}.")
     if ranks.size == 0:
         return 0.0
-    if sync == "micro_batch":
-        return float(ranks.max(axis=1).sum())
-    if sync == "step":
-        return float(ranks.sum(axis=0).max())
-    raise ValueError(f'`sync` must be "micro_batch" or "step", got {sync!r}.')
+    return float(ranks.max(axis=1).sum() if sync == "micro_batch" else ranks.sum(axis=0).max())
 
 
 def model_efficiency(useful_cost: float, modelled_time: float, num_ranks: int) -> float:
@@ -146,15 +145,14 @@ def model_efficiency(useful_cost: float, modelled_time: float, num_ranks: int) -
         >>> model_efficiency(useful_cost=9.0, modelled_time=5.0, num_ranks=2)
         0.9
     """
-    if num_ranks < 1:
-        raise ValueError(f"`num_ranks` must be at least 1, got {num_ranks}.")
+    check_positive_int("num_ranks", num_ranks)
     return useful_cost / (num_ranks * modelled_time) if modelled_time else float("nan")
 
 
 def _costs_per_rank(costs: npt.ArrayLike) -> npt.NDArray[np.float64]:
     ranks = np.asarray(costs, dtype=np.float64)
     if ranks.ndim == 0:
-        raise ValueError(f"`costs` must have the ranks as its last axis, got the single number {costs!r}.")
+        raise ValueError(f"costs must have the ranks as its last axis, got the single number {costs!r}.")
     if ranks.size and ranks.min() < 0:
-        raise ValueError(f"`costs` must be at least 0, got {ranks.min():g}.")
+        raise ValueError(f"costs must be at least 0, got {ranks.min():g}.")
     return ranks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,8 +63,8 @@ def read_rss_peak() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _device_module():  # type: ignore[no-untyped-def]  # torch.cuda, torch.xpu, ...: modules share no type
-    """The torch module of the accelerator in use, if it has a peak counter and has been started."""
+def _device_module() -> Any:
+    """The torch module (``torch.cuda``, ``torch.xpu``, ...) of the accelerator in use, if it has a peak counter and has been started."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()

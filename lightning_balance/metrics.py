@@ -11,7 +11,7 @@ torchmetrics. A state saved on one rank holds that rank's sums only; to save the
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.memory import GIB, read_accelerator_peak, read_rss_peak, restart_accelerator_peak
+from lightning_balance.validation import check_choice
 
 __all__ = ["CostSpread", "PadEfficiency", "PeakMemory"]
 
@@ -66,9 +67,7 @@ class PadEfficiency(Metric):
             ValueError: two Python counts of which the first is the larger one, or negative ones.
         """
         if isinstance(real_tokens, int) and isinstance(padded_tokens, int) and not 0 <= real_tokens <= padded_tokens:
-            raise ValueError(
-                f"`real_tokens` must lie between 0 and `padded_tokens`, got {real_tokens} of {padded_tokens}."
-            )
+            raise ValueError(f"real_tokens must lie between 0 and padded_tokens, got {real_tokens} of {padded_tokens}.")
         self.real_tokens += _count(real_tokens, self.real_tokens)
         self.padded_tokens += _count(padded_tokens, self.padded_tokens)
 
@@ -183,10 +182,11 @@ class PeakMemory(Metric):
         self, source: Literal["accelerator", "rss"] = "accelerator", *, restart_window: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        if source not in ("accelerator", "rss"):
-            raise ValueError(f'`source` must be "accelerator" or "rss", got {source!r}.')
+        check_choice("source", source, ("accelerator", "rss"))
         if source == "rss" and restart_window:
-            raise ValueError('`restart_window` needs source="accelerator": a process cannot restart its RSS peak.')
+            raise ValueError(
+                'restart_window=True needs source="accelerator": the RSS peak of a process cannot be restarted.'
+            )
         self.source = source
         self.restart_window = restart_window
         # -1 means never read: a real peak may be 0 bytes, and max over ranks keeps any rank that could read.
@@ -236,4 +236,4 @@ class PeakMemory(Metric):
 
 
 def _count(tokens: int | Tensor, like: Tensor) -> int | Tensor:
-    return cast(Tensor, tokens.detach().sum().to(like.device, like.dtype)) if isinstance(tokens, Tensor) else tokens
+    return tokens.detach().sum().to(like.device, like.dtype) if isinstance(tokens, Tensor) else tokens
