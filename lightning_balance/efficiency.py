@@ -119,7 +119,7 @@ def modelled_time(costs: npt.ArrayLike, sync: Literal["micro_batch", "step"] = "
     check_choice("sync", sync, ("micro_batch", "step"))
     ranks = _costs_per_rank(costs)
     if ranks.ndim != 2:
-        raise ValueError(f"costs must have the shape (num_slots, num_ranks), got {ranks.shape}.")
+        raise ValueError(f"costs must have the shape (num_slots, num_ranks), got {ranks.shape}")
     if ranks.size == 0:
         return 0.0
     return float(ranks.max(axis=1).sum() if sync == "micro_batch" else ranks.sum(axis=0).max())
@@ -152,7 +152,7 @@ def model_efficiency(useful_cost: float, modelled_time: float, num_ranks: int) -
 def _costs_per_rank(costs: npt.ArrayLike) -> npt.NDArray[np.float64]:
     ranks = np.asarray(costs, dtype=np.float64)
     if ranks.ndim == 0:
-        raise ValueError(f"costs must have the ranks as its last axis, got the single number {costs!r}.")
+        raise ValueError(f"costs must have the ranks as its last axis, got the single number {costs!r}")
     if ranks.size and ranks.min() < 0:
-        raise ValueError(f"costs must be at least 0, got {ranks.min():g}.")
+        raise ValueError(f"costs must be at least 0, got {ranks.min():g}")
     return ranks

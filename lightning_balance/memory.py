@@ -64,7 +64,7 @@ def read_rss_peak() -> int | None:
 
 
 def _device_module() -> Any:
-    """The torch module (``torch.cuda``, ``torch.xpu``, ...) of the accelerator in use, if it has a peak counter and has been started."""
+    """The torch module (``torch.cuda``, ...) of the accelerator in use, if it was started and has a peak counter."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()

@@ -67,7 +67,7 @@ class PadEfficiency(Metric):
             ValueError: two Python counts of which the first is the larger one, or negative ones.
         """
         if isinstance(real_tokens, int) and isinstance(padded_tokens, int) and not 0 <= real_tokens <= padded_tokens:
-            raise ValueError(f"real_tokens must lie between 0 and padded_tokens, got {real_tokens} of {padded_tokens}.")
+            raise ValueError(f"real_tokens must lie between 0 and padded_tokens, got {real_tokens} of {padded_tokens}")
         self.real_tokens += _count(real_tokens, self.real_tokens)
         self.padded_tokens += _count(padded_tokens, self.padded_tokens)
 
@@ -184,9 +184,7 @@ class PeakMemory(Metric):
         super().__init__(**kwargs)
         check_choice("source", source, ("accelerator", "rss"))
         if source == "rss" and restart_window:
-            raise ValueError(
-                'restart_window=True needs source="accelerator": the RSS peak of a process cannot be restarted.'
-            )
+            raise ValueError('restart_window=True needs source="accelerator": the RSS peak cannot be restarted')
         self.source = source
         self.restart_window = restart_window
         # -1 means never read: a real peak may be 0 bytes, and max over ranks keeps any rank that could read.
