@@ -1,0 +1,243 @@
+"""What a micro-batch costs, and the largest micro-batch that stays within a cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf, isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+CostFunction = Callable[[Any, Any], Any]
+"""``cost(num_samples, padded_length) -> cost``: on numpy arrays element by element, or on single numbers only."""
+
+# Costs are compared after different roundings; a relative step of 1e-12 is far above those and far below any real gap.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Modelled time of a micro-batch: ``intercept + n * L + alpha * n * L**2`` for n samples padded to L.
+
+    Attributes:
+        intercept: price of a micro-batch whatever is in it (launches, communication), in tokens.
+        alpha: weight of the quadratic part (attention) per token of length.
+
+    Raises:
+        ValueError: a coefficient is negative or not finite.
+
+    >>> CostModel(intercept=10.0, alpha=0.5).cost(2, 4)
+    34.0
+    """
+
+    intercept: float = 0.0
+    alpha: float = 0.001
+
+    def __post_init__(self) -> None:
+        for name, value in (("intercept", self.intercept), ("alpha", self.alpha)):
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+                raise TypeError(f"{name} must be a number of at least 0, got {value!r} ({type(value).__name__}).")
+            if not isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
+            object.__setattr__(self, name, float(value))
+
+    def cost(self, num_samples: ArrayLike, padded_length: ArrayLike) -> Any:
+        """Return the cost of micro-batches, broadcasting; in units of one token of a very short sample.
+
+        >>> CostModel(alpha=0.0).cost(np.array([1, 2]), 8)
+        array([ 8., 16.])
+        """
+        count = np.asarray(num_samples, dtype=np.float64)
+        length = np.asarray(padded_length, dtype=np.float64)
+        cost = self.intercept + count * (length + self.alpha * length * length)
+        return float(cost) if np.ndim(cost) == 0 else cost
+
+    def __call__(self, num_samples: ArrayLike, padded_length: ArrayLike) -> Any:
+        """Return :meth:`cost`, so that a model stands wherever a cost callable does."""
+        return self.cost(num_samples, padded_length)
+
+    @classmethod
+    def fit(cls, num_samples: ArrayLike, padded_lengths: ArrayLike, seconds: ArrayLike) -> CostModel:
+        """Fit the coefficients to measured times by least squares on relative errors, none of them negative.
+
+        Args:
+            num_samples: samples of each measured micro-batch.
+            padded_lengths: its padded length in tokens.
+            seconds: its measured time; only ratios matter, since costs are in tokens.
+
+        Raises:
+            ValueError: fewer than three measurements, values that are not positive, or times that do not grow
+                with the number of tokens.
+
+        >>> model = CostModel.fit([1, 2, 4, 4], [8, 8, 8, 16], [108, 116, 132, 164])
+        >>> round(model.intercept), round(model.alpha, 6)
+        (100, 0.0)
+        """
+        count, length, time = _measurements(num_samples, padded_lengths, seconds)
+        tokens = count * length
+        coefficients = _fit_non_negative(np.stack([np.ones_like(time), tokens, tokens * length], axis=1), time)
+        return cls(intercept=coefficients[0] / coefficients[1], alpha=coefficients[2] / coefficients[1])
+
+
+def _measurements(
+    num_samples: ArrayLike, padded_lengths: ArrayLike, seconds: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    count, length, time = (np.asarray(values, dtype=np.float64) for values in (num_samples, padded_lengths, seconds))
+    if not count.ndim == length.ndim == time.ndim == 1 or not len(count) == len(length) == len(time):
+        raise ValueError(
+            "num_samples, padded_lengths and seconds must be 1-D and equally long, "
+            f"got shapes {count.shape}, {length.shape} and {time.shape}."
+        )
+    if len(time) < 3:
+        raise ValueError(f"a fit needs at least 3 measured micro-batches, got {len(time)}; measure more sizes.")
+    for name, values in (("num_samples", count), ("padded_lengths", length), ("seconds", time)):
+        bad = ~(np.isfinite(values) & (values > 0))
+        if bad.any():
+            index = int(np.argmax(bad))
+            raise ValueError(f"{name}[{index}] must be finite and above 0, got {values[index]}.")
+    return count, length, time
+
+
+def _fit_non_negative(columns: NDArray[np.float64], time: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return non-negative coefficients with the token column in use; three columns: every subset is tried."""
+    relative = columns / time[:, None]
+    scale = relative.max(axis=0)
+    best, best_error = None, inf
+    for used in (subset for size in (1, 2, 3) for subset in combinations(range(3), size) if 1 in subset):
+        part = relative[:, used] / scale[list(used)]
+        solution = np.linalg.lstsq(part, np.ones(len(time)), rcond=None)[0]
+        error = float(np.square(part @ solution - 1).sum())
+        if (solution >= 0).all() and solution[used.index(1)] > 0 and error < best_error * (1 - 1e-9):
+            best, best_error = np.zeros(3), error
+            best[list(used)] = solution / scale[list(used)]
+    if best is None:
+        raise ValueError(
+            "seconds do not grow with the number of tokens; measure micro-batches of more different sizes."
+        )
+    return best
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedCost:
+    """A checked cost, ready for planning: vectorised, with its inverse. Made by :func:`prepare_cost`."""
+
+    function: CostFunction
+    max_count: int
+
+    def __call__(self, num_samples: ArrayLike, padded_length: ArrayLike) -> NDArray[np.float64]:
+        """Return costs as a float64 array of the broadcast shape."""
+        count, length = np.broadcast_arrays(num_samples, padded_length)
+        return np.asarray(self.function(count, length), dtype=np.float64)
+
+    def largest_counts(self, bounds: NDArray[np.float64], padded_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the largest number of samples whose cost stays within each bound; 0 where not even one does.
+
+        Args:
+            bounds: costs, of shape ``(num_bounds,)``.
+            padded_lengths: lengths, of shape ``(num_lengths,)``.
+
+        Returns:
+            Counts of shape ``(num_bounds, num_lengths)``, at most ``max_count``.
+        """
+        if isinstance(self.function, CostModel):
+            unit = self.function.cost(1, padded_lengths) - self.function.intercept
+            room = (bounds - self.function.intercept) * (1 + _ROUNDING)
+            counts = np.minimum(room[:, None] / unit + _ROUNDING, self.max_count)
+            return np.maximum(counts, 0).astype(np.int64)
+        unique, inverse = np.unique(padded_lengths, return_inverse=True)
+        return self._bisect(bounds, unique)[:, inverse]
+
+    def _bisect(self, bounds: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        limit = (bounds * (1 + _ROUNDING))[:, None]
+        low = np.zeros((len(bounds), len(lengths)), dtype=np.int64)
+        high = np.full_like(low, self.max_count)
+        for _ in range(self.max_count.bit_length()):
+            middle = (low + high + 1) // 2
+            fits = self(np.maximum(middle, 1), lengths) <= limit
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+            high = np.maximum(high, low)
+        return low
+
+    def price_per_micro_batch(self, padded_length: int) -> float:
+        """Return what one more micro-batch costs by itself: the part of the cost that two samples in one batch save."""
+        single, double = self(np.array([1, 2]), padded_length)
+        return max(0.0, float(2 * single - double)) if 2 * single - double > 1e-9 * single else 0.0
+
+
+def prepare_cost(cost: CostFunction | None, padded_lengths: NDArray[np.int64], max_count: int) -> PreparedCost:
+    """Check a cost on a sample of points and make it ready for planning.
+
+    Args:
+        cost: a :class:`CostModel`, a callable of ``(num_samples, padded_length)``, or None for ``CostModel()``.
+        padded_lengths: the lengths that will occur.
+        max_count: the largest number of samples in a micro-batch.
+
+    Raises:
+        TypeError: ``cost`` is not callable.
+        ValueError: the cost is negative, not finite, or falls where samples or length grow; with the counter-example.
+
+    >>> prepared = prepare_cost(lambda n, length: n * length, np.array([4, 8]), max_count=9)
+    >>> prepared.largest_counts(np.array([17.0]), np.array([4, 8]))
+    array([[4, 2]])
+    """
+    if cost is None:
+        cost = CostModel()
+    if isinstance(cost, CostModel):
+        return PreparedCost(function=cost, max_count=max_count)
+    if not callable(cost):
+        raise TypeError(f"cost must be callable as cost(num_samples, padded_length), got {cost!r}.")
+    counts, lengths = probe_points(padded_lengths, max_count)
+    prepared = PreparedCost(function=_vectorised(cost, counts, lengths), max_count=max_count)
+    _check_values(prepared(counts[:, None], lengths[None, :]), counts, lengths)
+    return prepared
+
+
+def probe_points(padded_lengths: NDArray[np.int64], max_count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sample counts and lengths at which a cost is checked and fingerprinted: at most 64 of each.
+
+    >>> probe_points(np.array([5, 3, 5]), max_count=4)
+    (array([1, 2, 3, 4]), array([3, 5]))
+    """
+    counts = np.unique(np.geomspace(1, max(max_count, 1), 32).round().astype(np.int64))
+    unique = np.unique(padded_lengths)
+    if len(unique) > 64:
+        unique = unique[np.linspace(0, len(unique) - 1, 64).round().astype(np.int64)]
+    return np.union1d(counts, np.arange(1, min(max_count, 16) + 1)), unique
+
+
+def _vectorised(cost: CostFunction, counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> CostFunction:
+    """Return ``cost`` where it works on arrays, else a version that calls it number by number."""
+    shape = (len(counts), len(lengths))
+    one_by_one = np.vectorize(cost, otypes=[np.float64])
+    try:
+        values = np.asarray(cost(*np.broadcast_arrays(counts[:, None], lengths[None, :])), dtype=np.float64)
+    except (TypeError, ValueError):  # math.sqrt, max and if want single numbers
+        return one_by_one
+    if values.shape != shape:
+        return one_by_one
+    corner = float(cost(int(counts[-1]), int(lengths[-1])))
+    return cost if np.isclose(values[-1, -1], corner, equal_nan=True) else one_by_one
+
+
+def _check_values(values: NDArray[np.float64], counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    bad = ~(np.isfinite(values) & (values >= 0))
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise ValueError(
+            "cost must be finite and not negative, "
+            f"but cost({counts[row]}, {lengths[column]}) is {values[row, column]}."
+        )
+    slack = _ROUNDING * np.abs(values).max()
+    for axis, what in ((0, "num_samples"), (1, "padded_length")):
+        falls = np.argwhere(np.diff(values, axis=axis) < -slack)
+        if len(falls):
+            row, column = falls[0]
+            next_row, next_column = (row + 1, column) if axis == 0 else (row, column + 1)
+            raise ValueError(
+                f"cost must not fall when {what} grows, but cost({counts[row]}, {lengths[column]}) is "
+                f"{values[row, column]} and cost({counts[next_row]}, {lengths[next_column]}) is "
+                f"{values[next_row, next_column]}."
+            )

@@ -1,0 +1,163 @@
+"""Plan a window of consecutive steps at once, and share its slots out to the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_balance.cost import PreparedCost
+from lightning_balance.partition import FILLER, Cut, fewest_groups
+from lightning_balance.plan import (
+    StepPlan,
+    StepRules,
+    build_plan,
+    cut_sorted,
+    plan_positions,
+    slots_needed,
+    sort_positions,
+)
+from lightning_balance.shuffle import EpochOrder
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WindowPlanner:
+    """Plans windows ``[start, end)`` of an epoch's order, each of some number of steps."""
+
+    lengths: NDArray[np.int64]
+    padded: NDArray[np.int64]
+    cost: PreparedCost
+    rules: StepRules
+    order: EpochOrder
+    seed: int
+    epoch: int
+
+    @property
+    def groups_per_step(self) -> int:
+        """Micro-batches of a step over all ranks, where that is fixed."""
+        assert self.rules.num_slots is not None
+        return self.rules.num_slots * self.rules.num_ranks
+
+    def num_slots(self, start: int, end: int, num_steps: int) -> int:
+        """Return the slots of all steps of a window together."""
+        if self.rules.num_slots is not None:
+            return self.rules.num_slots * num_steps
+        return slots_needed(self._sorted_padded(start, end), self.rules, min_slots=num_steps)
+
+    def plan(self, window: int, start: int, end: int, num_steps: int) -> list[StepPlan]:
+        """Return the plan of each step of a window, over dataset indices."""
+        positions = self.order.slice(start, end)
+        if num_steps == 1:
+            return [plan_positions(positions, self.lengths, self.padded, self.cost, self.rules, skipped=_NOTHING)]
+        num_slots = self.num_slots(start, end, num_steps)
+        if len(positions) < num_slots * self.rules.num_ranks:
+            return self._plan_singles(positions, slots_of_steps(num_slots, num_steps))
+        order = sort_positions(positions, self.lengths)
+        rules = replace(self.rules, num_slots=num_slots, sync="micro_batch")
+        cut = cut_sorted(self.padded[order], self.cost, rules)
+        rng = np.random.default_rng([self.seed, self.epoch, window])
+        dealt = deal_slots(np.diff(cut.starts)[cut.deal].sum(axis=1), num_steps, rng)
+        return [self._step_of_window(order, cut, slots) for slots in dealt]
+
+    def groups_needed(self, start: int, end: int) -> int:
+        """Return the fewest micro-batches that hold a part of the order under the budget."""
+        assert self.rules.max_tokens is not None
+        return fewest_groups(self._sorted_padded(start, end), self.rules.max_tokens)
+
+    def longest_prefix(self, start: int, total: int, num_steps: int, guess: int) -> int:
+        """Return the last ``end`` for which ``[start, end)`` fits into the micro-batches of some steps, at most ``total``."""
+        num_groups = num_steps * self.groups_per_step
+        low = min(start + num_groups, total)  # as many samples as micro-batches always fit
+        step = max(guess // 64, 1) if guess else num_groups
+        high = max(low, min(start + guess, total))
+        while self.groups_needed(start, high) <= num_groups:
+            low = high
+            if high == total:
+                return total
+            high, step = min(high + step, total), step * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.groups_needed(start, middle) <= num_groups:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _sorted_padded(self, start: int, end: int) -> NDArray[np.int64]:
+        return -np.sort(-self.padded[self.order.slice(start, end)])
+
+    def _plan_singles(self, positions: NDArray[np.int64], slots: NDArray[np.int64]) -> list[StepPlan]:
+        """Plan each step by itself where there are fewer samples than micro-batches, so that none is all fillers."""
+        ends = len(positions) * np.cumsum(slots) // slots.sum()
+        parts = np.split(positions, ends[:-1])
+        return [
+            plan_positions(
+                part, self.lengths, self.padded, self.cost, replace(self.rules, num_slots=int(count)), skipped=_NOTHING
+            )
+            for part, count in zip(parts, slots, strict=True)
+        ]
+
+    def _step_of_window(self, order: NDArray[np.int64], cut: Cut, slots: NDArray[np.int64]) -> StepPlan:
+        own, cut = take_slots(cut, slots)
+        order = order[own]
+        return build_plan(order, self.lengths[order], self.padded[order], self.cost, cut, skipped=_NOTHING)
+
+
+def take_slots(cut: Cut, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], Cut]:
+    """Return the samples of some slots, as places in the sorted window, and their cut by itself.
+
+    >>> whole = Cut(starts=np.array([0, 1, 3, 4, 6]), deal=np.array([[1, 0], [3, 2]]))
+    >>> own, part = take_slots(whole, np.array([1]))
+    >>> own, part.starts, part.deal
+    (array([3, 4, 5]), array([0, 1, 3]), array([[1, 0]]))
+    """
+    groups, deal = np.unique(cut.deal[slots], return_inverse=True)
+    assert groups[0] != FILLER
+    counts = np.diff(cut.starts)[groups]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    own = np.repeat(cut.starts[groups] - starts[:-1], counts) + np.arange(starts[-1])
+    return own, Cut(starts=starts, deal=deal.reshape(len(slots), -1))
+
+
+def slots_of_steps(num_slots: int, num_steps: int) -> NDArray[np.int64]:
+    """Return how many of a window's slots each step gets: as even as can be, the earlier steps one more.
+
+    >>> slots_of_steps(7, 3)
+    array([3, 2, 2])
+    """
+    return num_slots // num_steps + (np.arange(num_steps) < num_slots % num_steps)
+
+
+def deal_slots(num_samples: NDArray[np.int64], num_steps: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Deal slots to steps so that steps hold about equally many samples and each mixes short and long ones.
+
+    Slots are sorted by their number of samples, which is by length too, and dealt one stratum of ``num_steps`` slots at a
+    time: the slot with the most samples goes to the step that has the fewest so far.
+
+    Args:
+        num_samples: samples of each slot, of shape ``(num_slots,)`` with at least ``num_steps`` slots.
+        num_steps: steps of the window.
+        rng: draws which step is which.
+
+    Returns:
+        The slots of each step, as many as :func:`slots_of_steps` says.
+
+    >>> dealt = deal_slots(np.array([9, 1, 2, 8]), 2, np.random.default_rng(0))
+    >>> sorted(slots.tolist() for slots in dealt)
+    [[0, 1], [3, 2]]
+    """
+    quota = slots_of_steps(len(num_samples), num_steps)
+    by_count = np.argsort(-num_samples, kind="stable")
+    totals = np.zeros(num_steps, dtype=np.int64)
+    dealt: list[list[int]] = [[] for _ in range(num_steps)]
+    for begin in range(0, len(by_count), num_steps):
+        stratum = by_count[begin : begin + num_steps]
+        open_steps = np.flatnonzero(quota > begin // num_steps)
+        lightest = open_steps[np.lexsort((rng.random(len(open_steps)), totals[open_steps]))]
+        for step, slot in zip(lightest.tolist(), stratum.tolist(), strict=True):
+            dealt[step].append(slot)
+            totals[step] += num_samples[slot]
+    return [np.array(slots, dtype=np.int64) for slots in dealt]

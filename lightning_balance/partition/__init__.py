@@ -1,0 +1,7 @@
+"""The cutting algorithms: arrays in, arrays out."""
+
+from lightning_balance.partition.cut import FILLER, Cut, cut
+from lightning_balance.partition.greedy import fewest_groups, smallest_budget
+from lightning_balance.partition.problem import Problem, make_problem
+
+__all__ = ["FILLER", "Cut", "Problem", "cut", "fewest_groups", "make_problem", "smallest_budget"]

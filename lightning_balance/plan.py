@@ -1,0 +1,321 @@
+"""The plan of one optimizer step: which samples share a micro-batch, in which slot and on which rank it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_balance.cost import CostFunction, PreparedCost, prepare_cost
+from lightning_balance.partition import FILLER, Cut, cut, fewest_groups, make_problem, smallest_budget
+from lightning_balance.partition.shapes import choose_shapes, round_up_to
+from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
+
+SYNCS = ("micro_batch", "step")
+OVERSIZE = ("single", "error", "skip")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepPlan:
+    """Micro-batches of one optimizer step, one per slot and rank.
+
+    Every sample of the step is in exactly one micro-batch, and none is empty. Where a step has fewer samples than
+    micro-batches, the missing ones are fillers: copies of the shortest sample that keep the ranks in step and whose
+    gradient has to get weight 0.
+
+    Attributes:
+        order: positions of the samples, from longest to shortest, of shape ``(num_samples,)``.
+        starts: where in ``order`` each micro-batch starts; this and what follows has shape ``(num_slots, num_ranks)``.
+        num_samples: samples of each micro-batch; 0 for a filler.
+        padded_lengths: length to which a micro-batch is padded, in tokens.
+        real_tokens: sum of the lengths of its samples; 0 for a filler.
+        costs: its modelled cost; that of a filler counts.
+        skipped: positions left out by ``oversize="skip"``.
+    """
+
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    num_samples: NDArray[np.int64]
+    padded_lengths: NDArray[np.int64]
+    real_tokens: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    skipped: NDArray[np.int64]
+
+    @property
+    def num_slots(self) -> int:
+        """Micro-batches per rank."""
+        return int(self.starts.shape[0])
+
+    @property
+    def num_ranks(self) -> int:
+        """Micro-batches per slot."""
+        return int(self.starts.shape[1])
+
+    @property
+    def padded_tokens(self) -> NDArray[np.int64]:
+        """Tokens that each micro-batch really runs, fillers too, of shape ``(num_slots, num_ranks)``."""
+        return np.maximum(self.num_samples, 1) * self.padded_lengths
+
+    def micro_batch(self, rank: int, slot: int) -> NDArray[np.int64]:
+        """Return the positions of a micro-batch, longest sample first; for a filler the one copied sample.
+
+        Raises:
+            IndexError: there is no such rank or slot.
+        """
+        self._check_place(rank, slot)
+        start = self.starts[slot, rank]
+        return self.order[start : start + max(int(self.num_samples[slot, rank]), 1)].copy()
+
+    def is_filler(self, rank: int, slot: int) -> bool:
+        """Return whether a micro-batch only keeps the ranks in step: its gradient has weight 0."""
+        self._check_place(rank, slot)
+        return bool(self.num_samples[slot, rank] == 0)
+
+    def rotated(self, shift: int) -> StepPlan:
+        """Return the plan with every micro-batch ``shift`` ranks further, so that no rank is always the heaviest.
+
+        >>> plan = plan_step([9, 1, 1, 1], num_ranks=2)
+        >>> plan.micro_batch(0, 0), plan.rotated(1).micro_batch(1, 0)
+        (array([0]), array([0]))
+        """
+        moved = {
+            name: np.roll(getattr(self, name), shift, axis=1)
+            for name in ("starts", "num_samples", "padded_lengths", "real_tokens", "costs")
+        }
+        return replace(self, **moved)
+
+    def modelled_time(self, sync: str = "micro_batch") -> float:
+        """Return how long the step takes in units of the cost.
+
+        With ``sync="micro_batch"`` ranks wait for each other in every slot: the sum over slots of the slowest rank. With
+        ``"step"`` they wait once: the slowest rank's sum over its slots.
+
+        >>> plan_step([9, 1, 1, 1], num_ranks=2, cost=lambda n, length: n * length).modelled_time("step")
+        9.0
+        """
+        check_choice("sync", sync, SYNCS)
+        time = self.costs.max(axis=1).sum() if sync == "micro_batch" else self.costs.sum(axis=0).max()
+        return float(time)
+
+    def _check_place(self, rank: int, slot: int) -> None:
+        for name, value, size in (("rank", rank, self.num_ranks), ("slot", slot, self.num_slots)):
+            if not 0 <= value < size:
+                raise IndexError(f"{name} must be in [0, {size}), got {value}")
+
+
+def plan_step(
+    lengths: Any,
+    *,
+    num_ranks: int,
+    num_slots: int | None = None,
+    max_tokens: int | None = None,
+    cost: CostFunction | None = None,
+    sync: str = "micro_batch",
+    pad_to_multiple_of: int = 1,
+    oversize: str = "single",
+    max_shapes: int | None = None,
+) -> StepPlan:
+    """Plan one optimizer step over the given samples: cut them into micro-batches and deal these to slots and ranks.
+
+    A pure function: equal arguments give equal plans on every rank. Without ``max_tokens`` no micro-batch gets more
+    padded tokens than a plain one could: ``ceil(samples / micro-batches) * longest padded length``.
+
+    Args:
+        lengths: length of each sample in tokens, of shape ``(num_samples,)``.
+        num_ranks: ranks that run at the same time.
+        num_slots: micro-batches per rank; None: as many as ``max_tokens`` needs, or 1 without it.
+        max_tokens: hard cap on ``samples * padded length`` of a micro-batch.
+        cost: modelled time of a micro-batch, monotone in both arguments; None: ``CostModel()``.
+        sync: when ranks wait for each other: after every ``"micro_batch"`` (FSDP) or once a ``"step"`` (DDP).
+        pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
+        oversize: a sample longer than ``max_tokens`` becomes a ``"single"`` micro-batch, an ``"error"``, or is left out (``"skip"``).
+        max_shapes: most distinct padded lengths; None: no limit.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, the cost is not monotone, a sample is over the budget and ``oversize`` is
+            ``"error"``, or ``max_tokens`` does not fit ``num_slots``.
+
+    >>> plan = plan_step([513, 100, 100], num_ranks=1, max_tokens=512)
+    >>> [plan.micro_batch(0, slot).tolist() for slot in range(plan.num_slots)]
+    [[0], [1, 2]]
+    """
+    lengths = validate_lengths(lengths)
+    rules = StepRules.checked(
+        num_ranks=num_ranks, num_slots=num_slots, max_tokens=max_tokens, sync=sync, pad_to_multiple_of=pad_to_multiple_of,
+        oversize=oversize, max_shapes=max_shapes,
+    )  # fmt: skip
+    rules = rules.with_shapes(lengths)
+    padded = rules.padded(lengths)
+    kept, skipped = rules.sort_out_oversize(lengths, padded)
+    if len(kept) == 0:
+        raise ValueError(
+            f"oversize='skip' leaves no sample: all {len(lengths)} are longer than max_tokens={max_tokens}; raise max_tokens"
+        )
+    prepared = prepare_cost(cost, padded[kept], max_count=len(kept))
+    return plan_positions(kept, lengths, padded, prepared, rules, skipped=skipped)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRules:
+    """What holds for every step: checked once by :meth:`checked`."""
+
+    num_ranks: int
+    num_slots: int | None
+    max_tokens: int | None
+    sync: str
+    pad_to_multiple_of: int
+    oversize: str
+    max_shapes: int | None
+    default_cap: int | None = None
+    shapes: NDArray[np.int64] | None = None
+
+    @classmethod
+    def checked(cls, **rules: Any) -> StepRules:
+        """Return the rules after checking each, with the default number of slots filled in.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a value is out of range.
+        """
+        for name in ("num_ranks", "pad_to_multiple_of"):
+            rules[name] = check_positive_int(name, rules[name])
+        for name in ("num_slots", "max_tokens", "max_shapes"):
+            if rules[name] is not None:
+                rules[name] = check_positive_int(name, rules[name])
+        check_choice("sync", rules["sync"], SYNCS)
+        check_choice("oversize", rules["oversize"], OVERSIZE)
+        if rules["num_slots"] is None and rules["max_tokens"] is None:
+            rules["num_slots"] = 1
+        return cls(**rules)
+
+    def with_default_cap(self, samples_per_step: int, longest: int) -> StepRules:
+        """Return the rules with the cap that holds where no ``max_tokens`` is given: what a plain batch could reach."""
+        if self.max_tokens is not None or self.num_slots is None:
+            return self
+        return replace(self, default_cap=-(-samples_per_step // (self.num_slots * self.num_ranks)) * longest)
+
+    def with_shapes(self, lengths: NDArray[np.int64]) -> StepRules:
+        """Return the rules with the padded lengths that ``max_shapes`` allows for these samples."""
+        if self.max_shapes is None:
+            return self
+        return replace(self, shapes=choose_shapes(lengths, self.max_shapes, self.pad_to_multiple_of))
+
+    def padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the length each sample would be padded to by itself."""
+        if self.shapes is not None:
+            return round_up_to(lengths, self.shapes)
+        if self.pad_to_multiple_of == 1:
+            return lengths
+        return -(-lengths // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def sort_out_oversize(
+        self, lengths: NDArray[np.int64], padded: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return positions to plan and positions to skip.
+
+        Raises:
+            ValueError: a sample is over the budget and ``oversize`` is ``"error"``.
+        """
+        everything, nothing = np.arange(len(lengths)), np.empty(0, dtype=np.int64)
+        if self.max_tokens is None or self.oversize == "single" or padded.max() <= self.max_tokens:
+            return everything, nothing
+        over = padded > self.max_tokens
+        if self.oversize == "skip":
+            return everything[~over], everything[over]
+        index = int(np.argmax(over))
+        raise ValueError(
+            f"lengths[{index}] is {lengths[index]} (padded to {padded[index]}), above max_tokens={self.max_tokens} "
+            f"({int(over.sum())} of {len(lengths)} samples are): raise max_tokens, clip the samples, or set oversize to "
+            "'single' or 'skip'"
+        )
+
+
+def plan_positions(
+    positions: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    padded: NDArray[np.int64],
+    cost: PreparedCost,
+    rules: StepRules,
+    *,
+    skipped: NDArray[np.int64],
+) -> StepPlan:
+    """Plan the samples at ``positions``; ``lengths`` and ``padded`` are those of the whole data set.
+
+    Raises:
+        ValueError: ``max_tokens`` does not fit ``num_slots``.
+    """
+    order = sort_positions(positions, lengths)
+    cut_ = cut_sorted(padded[order], cost, rules)
+    return build_plan(order, lengths[order], padded[order], cost, cut_, skipped=skipped)
+
+
+def cut_sorted(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules, *, min_slots: int = 1) -> Cut:
+    """Cut and deal sorted samples by the rules.
+
+    Raises:
+        ValueError: ``max_tokens`` does not fit ``num_slots``.
+    """
+    num_slots = rules.num_slots
+    if num_slots is None:
+        num_slots = slots_needed(padded, rules, min_slots)
+    elif rules.max_tokens is not None:
+        check_fits(padded, rules.max_tokens, num_slots, rules.num_ranks)
+    cap = rules.max_tokens or rules.default_cap
+    if cap is None:
+        cap = -(-len(padded) // (num_slots * rules.num_ranks)) * int(padded[0])
+    return cut(make_problem(padded, cost, cap, rules.num_ranks), num_slots, rules.sync)
+
+
+def slots_needed(padded: NDArray[np.int64], rules: StepRules, min_slots: int) -> int:
+    """Return the fewest slots in which a budget holds sorted samples, at least ``min_slots``."""
+    assert rules.max_tokens is not None
+    return max(-(-fewest_groups(padded, rules.max_tokens) // rules.num_ranks), min_slots)
+
+
+def sort_positions(positions: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return positions from longest to shortest; equal lengths keep their order."""
+    return positions[np.argsort(-lengths[positions], kind="stable")]
+
+
+def check_fits(sorted_padded: NDArray[np.int64], max_tokens: int, num_slots: int, num_ranks: int) -> None:
+    """Check that a budget holds the samples in a fixed number of slots.
+
+    Raises:
+        ValueError: it does not; the message names the smallest number of slots and the smallest budget that would do.
+    """
+    needed = fewest_groups(sorted_padded, max_tokens)
+    if needed > num_slots * num_ranks:
+        budget = smallest_budget(sorted_padded, num_slots * num_ranks)
+        raise ValueError(
+            f"max_tokens={max_tokens} does not hold {len(sorted_padded)} samples in num_slots={num_slots} on "
+            f"num_ranks={num_ranks}: use num_slots >= {-(-needed // num_ranks)} or max_tokens >= {budget}"
+        )
+
+
+def build_plan(
+    order: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    padded: NDArray[np.int64],
+    cost: PreparedCost,
+    cut_: Cut,
+    *,
+    skipped: NDArray[np.int64],
+) -> StepPlan:
+    """Return the plan of a cut of sorted samples; ``lengths`` and ``padded`` are in the order of ``order``."""
+    is_filler = cut_.deal == FILLER
+    starts = np.where(is_filler, len(order) - 1, cut_.starts[cut_.deal])
+    counts = np.where(is_filler, 0, np.diff(cut_.starts, append=0)[cut_.deal])
+    totals = np.concatenate([[0], np.cumsum(lengths)])
+    padded_lengths = padded[starts]
+    return StepPlan(
+        order=order,
+        starts=starts,
+        num_samples=counts,
+        padded_lengths=padded_lengths,
+        real_tokens=totals[starts + counts] - totals[starts],
+        costs=cost(np.maximum(counts, 1), padded_lengths),
+        skipped=skipped,
+    )

@@ -1,0 +1,131 @@
+"""Checks of what users pass in: every error names the argument, the value, what was expected and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Sums of padded tokens over a whole epoch have to stay exact in int64.
+_LONGEST_ALLOWED = 2**40
+
+
+def check_positive_int(name: str, value: object) -> int:
+    """Return ``value`` as an ``int`` of at least 1.
+
+    Raises:
+        TypeError: ``value`` is not an integer (booleans are refused too).
+        ValueError: ``value`` is below 1.
+
+    >>> check_positive_int("num_ranks", 4)
+    4
+    """
+    return check_int_at_least(name, value, minimum=1)
+
+
+def check_int_at_least(name: str, value: object, minimum: int) -> int:
+    """Return ``value`` as an ``int`` of at least ``minimum``.
+
+    Raises:
+        TypeError: ``value`` is not an integer (booleans are refused too).
+        ValueError: ``value`` is below ``minimum``.
+
+    >>> check_int_at_least("seed", 0, minimum=0)
+    0
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer >= {minimum}, got {value!r} ({type(value).__name__})")
+    if value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {int(value)}")
+    return int(value)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return ``value`` when it is one of ``choices``.
+
+    Raises:
+        ValueError: ``value`` is something else; the message lists the choices.
+
+    >>> check_choice("sync", "step", ("micro_batch", "step"))
+    'step'
+    """
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+    return value
+
+
+def validate_lengths(lengths: Any, num_samples: int | None = None) -> NDArray[np.int64]:
+    """Return the lengths of a data set as a 1-D ``int64`` array, or say what is wrong with them.
+
+    Nothing is repaired: whole numbers stored as floats are taken, every other oddity is an error.
+
+    Args:
+        lengths: one length per sample, in tokens, frames or nodes: a sequence, an array or a CPU tensor.
+        num_samples: how many samples the data set has, where that is known.
+
+    Returns:
+        Array of shape ``(num_samples,)``. An ``int64`` array is returned as it is, without a copy.
+
+    Raises:
+        TypeError: the lengths are not numbers.
+        ValueError: the count is wrong, or a length is not a whole number of at least 1.
+
+    >>> validate_lengths([3, 1, 2])
+    array([3, 1, 2])
+    """
+    array = _as_array(lengths)
+    if array.ndim != 1:
+        raise ValueError(f"lengths must be 1-D, one number per sample, got an array of shape {array.shape}.")
+    if num_samples is not None and len(array) != num_samples:
+        raise ValueError(
+            f"lengths has {len(array)} entries but the dataset has {num_samples} samples; give one length per sample."
+        )
+    if len(array) == 0:
+        raise ValueError("lengths is empty; give one length per sample, and at least one sample.")
+    if array.dtype.kind == "f":
+        array = _whole_numbers(array)
+    _check_range(array)
+    return np.asarray(array, dtype=np.int64)
+
+
+def _as_array(lengths: Any) -> NDArray[Any]:
+    try:
+        array = np.asarray(lengths)
+    except ValueError as error:  # a ragged list
+        raise ValueError("lengths must be 1-D, one number per sample, got nested sequences.") from error
+    if array.size and array.dtype.kind not in "iuf":
+        raise TypeError(
+            f"lengths must be numbers, got values of type {array.dtype} such as {array.flat[0]!r}; "
+            "give one whole number of at least 1 per sample."
+        )
+    return array
+
+
+def _whole_numbers(array: NDArray[Any]) -> NDArray[Any]:
+    bad = ~(np.isfinite(array) & (array == np.floor(array)))
+    if bad.any():
+        index = int(np.argmax(bad))
+        raise ValueError(
+            f"lengths[{index}] is {array[index]}; every length must be a whole number of at least 1 "
+            f"({int(bad.sum())} of {len(array)} are not whole numbers)."
+        )
+    return array
+
+
+def _check_range(array: NDArray[Any]) -> None:
+    smallest = array.min()
+    if smallest < 1:
+        bad = array < 1
+        index = int(np.argmax(bad))
+        which = "all lengths are zero" if not array.any() else f"{int(bad.sum())} of {len(array)} are not"
+        raise ValueError(
+            f"lengths[{index}] is {array[index]}; every length must be at least 1 ({which}): "
+            "remove empty samples from the dataset or correct their lengths."
+        )
+    if array.max() > _LONGEST_ALLOWED:
+        index = int(np.argmax(array))
+        raise ValueError(f"lengths[{index}] is {array[index]}; lengths above {_LONGEST_ALLOWED} are not supported.")
