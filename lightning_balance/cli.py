@@ -1,0 +1,38 @@
+"""The `lightning-balance` command: what-if plans without training, and training through LightningCLI."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+_USAGE = """\
+usage: lightning-balance COMMAND ...
+
+Length-balanced distributed training for any LightningModule.
+
+commands:
+  plan                          print what balancing would do for the lengths in a file; trains nothing
+  fit, validate, test, predict  run a job described by --config FILE and options (LightningCLI)
+
+lightning-balance COMMAND --help shows the options of a command.
+"""
+_TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; `args` is for calls from Python and defaults to the process's own arguments."""
+    words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+    elif words[0] == "plan":
+        from lightning_balance.what_if import run_plan_command
+
+        run_plan_command(words[1:])
+    elif words[0] in _TRAINER_COMMANDS:
+        if importlib.util.find_spec("jsonargparse") is None:
+            sys.exit(f"lightning-balance {words[0]} needs jsonargparse: pip install 'lightning-balance[cli]'")
+        from lightning_balance.lightning_cli import BalanceCLI
+
+        BalanceCLI(args=None if args is None else words)
+    else:
+        known = ", ".join(("plan", *_TRAINER_COMMANDS))
+        sys.exit(f"lightning-balance has no command {words[0]!r}: use one of {known}, or --help")
