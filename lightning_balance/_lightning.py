@@ -1,0 +1,111 @@
+"""Every use of a Lightning internal, each with the public API that is missing (layer 2).
+
+Verified with Lightning 2.6.6; ``tests/test_lightning_internals.py`` fails clearly when a release moves one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader
+
+LoaderTransform = Callable[[Any], DataLoader[Any]]
+
+
+def intercept_train_dataloader(trainer: Trainer, transform: LoaderTransform) -> None:
+    """Pass every training loader that the fit loop requests through ``transform``.
+
+    Missing: a hook between a user's ``train_dataloader`` (of module, data module or ``fit`` argument) and the loop. The
+    loop asks ``fit_loop._data_source.dataloader()``, also early for ``estimated_stepping_batches`` and again with
+    ``reload_dataloaders_every_n_epochs``; the instance attribute shadows that method.
+    """
+    source = trainer.fit_loop._data_source
+    source.dataloader = lambda: transform(type(source).dataloader(source))  # type: ignore[method-assign]
+
+
+def release_train_dataloader(trainer: Trainer) -> None:
+    """Undo :func:`intercept_train_dataloader`; nothing if there was none."""
+    trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
+
+
+def forget_train_dataloader(trainer: Trainer) -> None:
+    """Make the fit loop request its loader again; missing: a public way to invalidate a loader built too early."""
+    trainer.fit_loop._combined_loader = None
+
+
+def set_epoch_length(trainer: Trainer, num_batches: int) -> None:
+    """Tell the loop how many batches the coming epoch has.
+
+    Missing: Lightning reads ``len(loader)`` once per run (PL#18023, PL#20330). Sets what ``_FitLoop.setup_data`` sets
+    from it: ``max_batches``, the limits of the combined loader, and the validation interval.
+    """
+    loop = trainer.fit_loop
+    limited = limited_num_batches(trainer, num_batches)
+    assert loop._combined_loader is not None
+    loop._combined_loader.limits = [limited]
+    loop.max_batches = limited
+    is_timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+    if isinstance(trainer.val_check_interval, float) and not is_timed:
+        trainer.val_check_batch = max(1, int(limited * trainer.val_check_interval))
+
+
+def limited_num_batches(trainer: Trainer, num_batches: int) -> int:
+    """``num_batches`` after ``limit_train_batches``; missing: a public form of the rule that the loop applies."""
+    return int(_parse_num_batches(RunningStage.TRAINING, num_batches, trainer.limit_train_batches))
+
+
+def restart_train_iterator(trainer: Trainer) -> None:
+    """Create the training iterator anew.
+
+    Missing: after a restart the loop keeps the iterator that it made before the epoch was known (PL#21938).
+    """
+    assert trainer.fit_loop._data_fetcher is not None
+    iter(trainer.fit_loop._data_fetcher)
+
+
+def num_batches_done(trainer: Trainer) -> int:
+    """Batches of the current epoch whose backward is done; missing: public access to the loop's progress."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The trainer's callbacks; missing: the attribute is public but not declared."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def datamodule(trainer: Trainer) -> LightningDataModule | None:
+    """The trainer's data module; missing: the attribute is public but not declared."""
+    return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
+
+
+def overfit_batches(trainer: Trainer) -> float:
+    """The trainer's ``overfit_batches``; missing: the attribute is public but not declared."""
+    return float(trainer.overfit_batches)  # type: ignore[attr-defined]
+
+
+def will_log_step(trainer: Trainer) -> bool:
+    """Whether the loggers write at the end of this batch; missing: a public form of ``log_every_n_steps`` in effect."""
+    return trainer._logger_connector.should_update_logs or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def data_parallel_group(trainer: Trainer) -> dist.ProcessGroup | None:
+    """Process group over which gradients are averaged; None for all ranks, or for a single process.
+
+    Missing: strategies expose the number of data-parallel ranks (``trainer.distributed_sampler_kwargs``), not the
+        group.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        return strategy.device_mesh["data_parallel"].get_group()
+    return None
+
+
+def synchronises_every_micro_batch(trainer: Trainer) -> bool:
+    """Whether ranks exchange gradients in every backward, also inside an accumulation window (FSDP)."""
+    return isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))

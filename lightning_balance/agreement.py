@@ -1,0 +1,96 @@
+"""Ranks that must agree: one error on all of them instead of a hang (layer 1).
+
+A rank that fails alone leaves the others waiting in their next collective until a timeout hides the reason. Whatever
+may fail on one rank only (its data, its seed, its settings) goes through :func:`on_every_rank`; what must be equal goes
+through :func:`check_equal_on_ranks`.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """``value`` of every rank, in rank order; ``[value]`` without a process group. A collective call."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def on_every_rank(attempt: Callable[[], Result]) -> Result:
+    """Run ``attempt`` on every rank; if it fails on any, raise on all. A collective call.
+
+    Raises:
+        Exception: the rank's own error where it failed; elsewhere an error of the same built-in type (otherwise a
+            ``RuntimeError``) that names the rank and repeats its sentence.
+
+    Example:
+        >>> on_every_rank(lambda: 1 + 1)
+        2
+    """
+    result: Result
+    own_error: Exception | None = None
+    try:
+        result = attempt()
+    except Exception as error:  # noqa: BLE001 - every kind, raised again below once the other ranks know
+        own_error = error
+    report = None if own_error is None else (type(own_error).__name__, str(own_error))
+    reports = gather_objects(report)
+    if own_error is not None:
+        raise own_error
+    for rank, failed in enumerate(reports):
+        if failed is not None:
+            raise _same_kind(failed[0])(f"rank {rank} failed: {failed[1]}")
+    return result
+
+
+def from_rank_zero(compute: Callable[[], Result]) -> Result:
+    """Run ``compute`` on rank 0 only and hand its result, or its error, to every rank. A collective call.
+
+    Example:
+        >>> from_rank_zero(lambda: "scanned once")
+        'scanned once'
+    """
+    is_distributed = dist.is_available() and dist.is_initialized()
+    result = on_every_rank(compute if not is_distributed or dist.get_rank() == 0 else lambda: None)
+    if not is_distributed:
+        return result  # type: ignore[return-value]  # rank 0 computed it
+    holder: list[Any] = [result]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]  # type: ignore[no-any-return]
+
+
+def check_equal_on_ranks(values: Mapping[str, Any], way_out: str) -> None:
+    """Compare named values across ranks. A collective call.
+
+    Args:
+        values: small printable values, the same names on every rank.
+        way_out: the end of the error sentence, what to do.
+
+    Raises:
+        ValueError: on every rank, when some rank differs from rank 0; names what differs, where, and both values.
+
+    Example:
+        >>> check_equal_on_ranks({"seed": 0}, "call seed_everything with one seed")
+    """
+    gathered = gather_objects(dict(values))
+    for rank, other in enumerate(gathered[1:], start=1):
+        for name, expected in gathered[0].items():
+            if other.get(name) != expected:
+                raise ValueError(
+                    f"{name} differs between ranks: rank 0 has {expected!r}, rank {rank} has {other.get(name)!r};"
+                    f" {way_out}"
+                )
+
+
+def _same_kind(name: str) -> type[Exception]:
+    kind = getattr(builtins, name, RuntimeError)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError

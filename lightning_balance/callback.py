@@ -1,0 +1,208 @@
+"""The callback: decides when, and leaves what to the modules below it (layer 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_balance import _lightning
+from lightning_balance.agreement import on_every_rank
+from lightning_balance.checks import check_trainer
+from lightning_balance.fitting import BalancedFit, Place
+from lightning_balance.monitor import RunMonitor
+from lightning_balance.settings import HasBalanceSettings
+from lightning_balance.summary import print_summary
+from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
+
+
+class BalanceCallback(HasBalanceSettings, Callback):
+    """Balanced micro-batches and exact gradients for any LightningModule, by one entry in ``Trainer(callbacks=[...])``.
+
+    The training loader is rebuilt around a :class:`BalancedBatchSampler`: the samples of each optimizer step are sorted
+    by length and cut into micro-batches of unequal counts and equal cost, the same number on every rank. Each backward
+    is weighted so that the step's gradient is that of the mean over all its samples (or tokens), whatever the cut.
+    Which samples form a step stays the seeded shuffle's choice (with ``lookahead=1``).
+
+    Args:
+        max_tokens: budget of padded tokens per micro-batch (samples times padded length). With it, an optimizer step
+            has as many micro-batches as the budget needs; without, it has ``accumulate_grad_batches``, and no
+            micro-batch exceeds ``batch_size`` times the longest length, so that the peak of memory cannot rise.
+        samples_per_step: samples per optimizer step over all ranks; default ``batch_size * accumulate_grad_batches *
+            ranks``, the plain run's.
+        lengths: an array with one length per sample, the name of a column or key, a function ``sample -> length``, or
+            None: found (``lengths`` of data set or data module, a token column), else scanned once.
+        max_length: lengths are clipped to it, as the collate function truncates.
+        pad_to_multiple_of: the collate function pads to a multiple of it.
+        cost: modelled time of a micro-batch: a :class:`CostModel` or a function ``(num_samples, padded_length) ->
+            cost``.
+        oversize: a sample longer than ``max_tokens`` runs alone (``"single"``), is an ``"error"``, or is left out
+            (``"skip"``).
+        loss_reduction: what ``training_step``'s loss is a mean of: ``"sample_mean"`` samples, ``"token_mean"`` labels
+            other than ``ignore_index``, ``"causal_token_mean"`` the same without each sequence's first label (as causal
+            language models shift them), ``"sum"`` no mean but a sum, or a function ``batch -> units``.
+        seed: seed of the shuffle; default that of ``seed_everything``, else 0.
+        sync: when ranks wait for each other: ``"micro_batch"``, ``"step"``, or ``"auto"``: by strategy.
+        step_unit: ``"samples"``: a fixed number of samples per step; ``"tokens"``: ``accumulate_grad_batches``
+            micro-batches per rank, each filled to ``max_tokens``.
+        lookahead: number of consecutive steps of the shuffle that may exchange samples; more balance, less randomness.
+        max_shapes: limit on distinct padded lengths, for ``torch.compile`` and CUDA graphs.
+        label_key: key or attribute under which a batch has its labels.
+        ignore_index: label of positions that the loss ignores.
+        lengths_cache_dir: folder in which scanned lengths are kept for the next run.
+        print_summary: print a table at the end of ``fit``.
+
+    Raises:
+        ValueError: at construction for options out of range; in ``fit``, before training, on every rank, for data,
+            trainers and strategies that cannot be balanced.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", logger=False, callbacks=[BalanceCallback(max_tokens=8192)])
+    """
+
+    only_for: object | None = None
+    """The data module that brought this callback along; with any other data it stays out of the way."""
+
+    _fit: BalancedFit | None = None
+    _weights: StepWeights | None = None
+    _monitor: RunMonitor | None = None
+    _place: Place | None = None
+    _batch: Any = None
+    _is_first_batch = True
+
+    # ------------------------------------------------------------------ before training
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check trainer and module, and put the plan between the user's loader and the loop."""
+        if stage != "fit" or (self.only_for not in (None, _lightning.datamodule(trainer))):
+            return
+        on_every_rank(lambda: self._check(trainer, pl_module))
+        self._fit = fit = BalancedFit(trainer, self.settings)
+        self._weights = StepWeights(
+            self.settings.loss_reduction,
+            num_ranks=fit.num_ranks,
+            label_key=self.settings.label_key,
+            ignore_index=self.settings.ignore_index,
+        )
+        self._is_first_batch = True
+        _lightning.intercept_train_dataloader(trainer, fit.balance)
+
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        num_callbacks = sum(isinstance(callback, BalanceCallback) for callback in _lightning.callbacks(trainer))
+        if num_callbacks > 1:
+            raise ValueError(f"the trainer has {num_callbacks} BalanceCallbacks, which would weight twice: keep one")
+        check_trainer(trainer, module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the epoch that the run starts or continues in."""
+        if self._fit is None:
+            return
+        self._monitor = RunMonitor(rank=self._fit.rank, sync=self._fit.sync, device=pl_module.device)
+        # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
+        self._fit.begin_epoch(trainer.current_epoch)
+        name = getattr(self.settings.loss_reduction, "__qualname__", self.settings.loss_reduction)
+        rank_zero_info(
+            f"BalanceCallback: loss_reduction={name!r}: gradients are those of the "
+            + ("sum" if name == "sum" else "mean")
+            + f" over each optimizer step of {self._fit.num_ranks} rank(s); sync={self._fit.sync!r}"
+        )
+
+    # ------------------------------------------------------------------ during training
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the trainer how long the epoch is."""
+        if self._fit is None or self._monitor is None:
+            return
+        self._fit.begin_epoch(trainer.current_epoch)
+        self._monitor.restart_clock()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Find the micro-batch's place in its optimizer step, and begin the step's weights."""
+        if self._fit is None or self._weights is None:
+            return
+        if self._is_first_batch:
+            self._is_first_batch = False
+            self._warn_of_ignored_labels(batch)
+        self._batch, self._place = batch, self._fit.place(batch_idx)
+        if self._fit.open_window(self._place, batch_idx):
+            for optimizer in trainer.optimizers:
+                pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+        if self._place.is_first:
+            self._weights.begin(num_samples=self._place.num_samples, num_tokens=self._place.real_tokens)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Weigh the micro-batch."""
+        if self._fit is None or self._weights is None or self._place is None:
+            return
+        num_samples = int(self._place.plan.num_samples[self._place.slot, self._fit.rank])
+        scale = self._weights.weigh(self._batch, num_samples=num_samples, accumulation=trainer.accumulate_grad_batches)
+        scale_backward(loss, scale)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Correct the gradients by the units that were counted, before they are clipped."""
+        if self._weights is not None and self._weights.needs_correction:
+            factor = self._weights.correction(pl_module.device, _lightning.data_parallel_group(trainer))
+            scale_gradients(pl_module.parameters(), factor)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the step, and log its figures when the loggers write."""
+        self._batch = None
+        if self._monitor is None or self._place is None or not self._place.is_last:
+            return
+        self._monitor.end_step(self._place)
+        if _lightning.will_log_step(trainer):
+            pl_module.log_dict(self._monitor.step_values(), on_step=True, on_epoch=False, batch_size=1)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        if self._monitor is not None:
+            self._monitor.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the clock go on."""
+        if self._monitor is not None:
+            self._monitor.resume()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's figures."""
+        if self._monitor is not None:
+            pl_module.log_dict(self._monitor.epoch_values(), on_step=False, on_epoch=True, batch_size=1)
+
+    def _warn_of_ignored_labels(self, batch: Any) -> None:
+        labels = find_labels(batch, self.settings.label_key)
+        if self.settings.loss_reduction == "sample_mean" and labels is not None:
+            num_ignored = int((labels == self.settings.ignore_index).sum())
+            if num_ignored:
+                rank_zero_warn(
+                    f"{num_ignored} labels of the first batch are ignore_index={self.settings.ignore_index}, but"
+                    " BalanceCallback weights by samples (loss_reduction='sample_mean'): if the loss is a mean over the"
+                    " other labels, set loss_reduction='token_mean', or 'causal_token_mean' for causal language models"
+                )
+
+    # ------------------------------------------------------------------ after training
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what the run did, beside what plain batches would have done."""
+        if self._fit is not None and self._monitor is not None and self.settings.print_summary:
+            print_summary(self._fit, self._monitor)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the trainer back as it was."""
+        if stage == "fit":
+            self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the trainer back as it was."""
+        self._release(trainer)
+
+    def _release(self, trainer: Trainer) -> None:
+        _lightning.release_train_dataloader(trainer)
+        if self._fit is not None:
+            self._fit.close()
+        self._fit = self._weights = self._monitor = self._place = self._batch = None

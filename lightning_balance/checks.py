@@ -1,0 +1,57 @@
+"""What balancing cannot work with, refused in one sentence before training starts (layer 2)."""
+
+from __future__ import annotations
+
+import inspect
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from lightning_balance import _lightning
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what would make balanced training wrong.
+
+    Raises:
+        ValueError: the trainer or the module uses something that balancing does not support; the sentence names it and
+            the way out.
+    """
+    strategy, module_name = trainer.strategy, type(module).__name__
+    if isinstance(strategy, (DeepSpeedStrategy, XLAStrategy)) or strategy.handles_gradient_accumulation:
+        raise ValueError(
+            f"BalanceCallback does not support {type(strategy).__name__}, which accumulates gradients or wraps loaders"
+            " by itself: use strategy='ddp', 'fsdp' or ModelParallelStrategy, or remove the callback"
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"BalanceCallback does not weight manual optimization, and {module_name}.automatic_optimization is False:"
+            " use automatic optimization, or BalancedBatchSampler alone and weight the losses in training_step"
+        )
+    if _has_callback(trainer, GradientAccumulationScheduler):
+        raise ValueError(
+            "BalanceCallback and GradientAccumulationScheduler both set the accumulation windows: remove the scheduler"
+            " and set Trainer(accumulate_grad_batches=...), or BalanceCallback(max_tokens=...)"
+        )
+    if _has_callback(trainer, BatchSizeFinder):
+        raise ValueError(
+            "BalanceCallback and the batch size finder (Tuner.scale_batch_size) both set the batch size: find it"
+            " without BalanceCallback, or bound memory by BalanceCallback(max_tokens=...)"
+        )
+    overfit_batches = _lightning.overfit_batches(trainer)
+    if overfit_batches > 0:
+        raise ValueError(
+            f"BalanceCallback does not support Trainer(overfit_batches={overfit_batches}), which replaces the training"
+            " sampler: use limit_train_batches, or a torch.utils.data.Subset of the data"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            f"BalanceCallback needs to know each micro-batch, but {module_name}.training_step(dataloader_iter) fetches"
+            " its own: use training_step(batch, batch_idx)"
+        )
+
+
+def _has_callback(trainer: Trainer, kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in _lightning.callbacks(trainer))

@@ -1,0 +1,227 @@
+"""One ``fit`` with balanced micro-batches: the loader, the plan, and the place in it (layer 2)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Trainer
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+import lightning_balance
+from lightning_balance import _lightning
+from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, on_every_rank
+from lightning_balance.lengths import is_scan_needed, resolve_lengths
+from lightning_balance.loaders import LoaderOrder, check_loader, read_order, with_batch_sampler
+from lightning_balance.plan import StepPlan
+from lightning_balance.sampler import BalancedBatchSampler
+from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings
+from lightning_balance.windows import average_window, batch_role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a micro-batch stands in its optimizer step.
+
+    Attributes:
+        plan: the step over all ranks.
+        slot: 0-based position in the window.
+        num_slots: slots of the window that will run; fewer than planned when ``limit_train_batches`` cuts the epoch.
+    """
+
+    plan: StepPlan
+    slot: int
+    num_slots: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether an optimizer step begins here."""
+        return self.slot == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer steps after it."""
+        return self.slot == self.num_slots - 1
+
+    @property
+    def num_samples(self) -> int:
+        """Real samples of the window over all ranks."""
+        return int(self.plan.num_samples[: self.num_slots].sum())
+
+    @property
+    def real_tokens(self) -> int:
+        """Real tokens of the window over all ranks, before padding."""
+        return int(self.plan.real_tokens[: self.num_slots].sum())
+
+
+class BalancedFit:
+    """The balanced training loader of one ``fit`` and the walk through its plan.
+
+    Args:
+        trainer: the trainer, with its strategy's processes running.
+        settings: the user's options.
+    """
+
+    def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
+        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        self.trainer = trainer
+        self.settings = settings
+        self.num_ranks: int = ranks["num_replicas"]  # data-parallel ranks: tensor-parallel peers share one
+        self.rank: int = ranks["rank"]
+        self.accumulation: int = trainer.accumulate_grad_batches
+        self.sync = settings.sync
+        if self.sync == "auto":
+            self.sync = "micro_batch" if _lightning.synchronises_every_micro_batch(trainer) else "step"
+        self.order: LoaderOrder | None = None
+        self._sampler: BalancedBatchSampler | None = None
+        self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
+
+    @property
+    def sampler(self) -> BalancedBatchSampler:
+        """The batch sampler in use.
+
+        Raises:
+            RuntimeError: no training loader has been requested yet.
+        """
+        if self._sampler is None:
+            raise RuntimeError("the training loader has not been requested yet, so there is no plan")
+        return self._sampler
+
+    @property
+    def has_loader(self) -> bool:
+        """Whether the training loader has been balanced already."""
+        return self._sampler is not None
+
+    @property
+    def has_fixed_windows(self) -> bool:
+        """Whether every window has ``accumulate_grad_batches`` slots, which the trainer's loop handles by itself."""
+        return self.sampler.num_slots == self.accumulation
+
+    def balance(self, loader: Any) -> DataLoader[Any]:
+        """Rebuild the user's training loader around the plan. A collective call; errors are raised on every rank."""
+        loader = on_every_rank(lambda: check_loader(loader))
+        if isinstance(loader.batch_sampler, BalancedBatchSampler):
+            sampler = on_every_rank(lambda: self._adopt(loader.batch_sampler))
+        else:
+            self.order = order = on_every_rank(lambda: read_order(loader))
+            lengths = self._find_lengths(loader.dataset)
+            sampler = on_every_rank(lambda: self._make_sampler(lengths, order))
+        self._check_agreement(sampler)
+        self._sampler = sampler
+        sampler.set_epoch(self.trainer.current_epoch)
+        self._announce_steps()
+        return with_batch_sampler(loader, sampler)
+
+    def _find_lengths(self, dataset: Any) -> NDArray[np.int64]:
+        if self._lengths_of is not None and self._lengths_of[0] is dataset:
+            return self._lengths_of[1]  # the loader is requested again, the samples are not read again
+        settings, datamodule = self.settings, _lightning.datamodule(self.trainer)
+
+        def resolve() -> NDArray[np.int64]:
+            return resolve_lengths(
+                dataset,
+                settings.lengths,
+                max_length=settings.max_length,
+                datamodule=datamodule,
+                cache_dir=settings.lengths_cache_dir,
+            )
+
+        must_scan = from_rank_zero(lambda: is_scan_needed(dataset, settings.lengths, datamodule))
+        lengths = from_rank_zero(resolve) if must_scan else on_every_rank(resolve)
+        self._lengths_of = (dataset, lengths)
+        return lengths
+
+    def _make_sampler(self, lengths: NDArray[np.int64], order: LoaderOrder) -> BalancedBatchSampler:
+        settings = self.settings
+        samples_per_step = settings.samples_per_step or order.batch_size * self.accumulation * self.num_ranks
+        is_token_step = settings.step_unit == "tokens"
+        return BalancedBatchSampler(
+            lengths,
+            samples_per_step=None if is_token_step else samples_per_step,
+            max_tokens=settings.max_tokens,
+            num_slots=self.accumulation if settings.max_tokens is None or is_token_step else None,
+            num_replicas=self.num_ranks,
+            rank=self.rank,
+            seed=self._seed(),
+            shuffle=order.shuffle,
+            drop_last=order.drop_last,
+            cost=settings.cost,
+            sync=self.sync,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            oversize=settings.oversize,
+            step_unit=settings.step_unit,
+            lookahead=settings.lookahead,
+            max_shapes=settings.max_shapes,
+        )
+
+    def _seed(self) -> int:
+        if self.settings.seed is not None:
+            return self.settings.seed
+        return int(os.environ.get("PL_GLOBAL_SEED", 0))  # set by lightning's seed_everything
+
+    def _adopt(self, sampler: BalancedBatchSampler) -> BalancedBatchSampler:
+        if (sampler.num_replicas, sampler.rank) != (self.num_ranks, self.rank):
+            raise ValueError(
+                f"the DataLoader's BalancedBatchSampler has rank={sampler.rank}, num_replicas={sampler.num_replicas},"
+                f" but this is rank {self.rank} of {self.num_ranks}: leave both out of the sampler, or let"
+                " BalanceCallback make it"
+            )
+        ignored = set(self.settings.differing_options(BalanceSettings())) - OPTIONS_OF_WEIGHTS_AND_OUTPUT
+        if ignored:
+            raise ValueError(
+                f"BalanceCallback has {', '.join(sorted(ignored))}, but the DataLoader has a BalancedBatchSampler, which"
+                " cuts the data by its own options: give the options to one of the two"
+            )
+        return sampler
+
+    def _check_agreement(self, sampler: BalancedBatchSampler) -> None:
+        plan = sampler.plan_for(0)
+        check_equal_on_ranks(
+            {
+                "lightning_balance.__version__": lightning_balance.__version__,
+                "the number of samples": len(sampler.lengths),
+                "the lengths' fingerprint": hashlib.blake2b(sampler.lengths.tobytes(), digest_size=8).hexdigest(),
+                "seed": plan.seed,
+                "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
+                "max_tokens": self.settings.max_tokens,
+                "the plan's digest": plan.digest,
+            },
+            "every rank needs the same data in the same order, the same seed and the same options",
+        )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell sampler and trainer which epoch comes and how long it is."""
+        self.sampler.set_epoch(epoch)
+        _lightning.set_epoch_length(self.trainer, len(self.sampler))
+        self._announce_steps()
+
+    def _announce_steps(self) -> None:
+        """Make ``trainer.estimated_stepping_batches`` exact although windows have different lengths."""
+        num_batches = _lightning.limited_num_batches(self.trainer, len(self.sampler))
+        if num_batches and not self.has_fixed_windows:
+            num_steps = self.sampler.plan.locate(num_batches - 1)[0] + 1
+            self.trainer.accumulate_grad_batches = average_window(num_batches, num_steps)  # type: ignore[assignment]
+
+    def place(self, batch_index: int) -> Place:
+        """Where the epoch's micro-batch ``batch_index`` stands."""
+        plan = self.sampler.plan
+        step, slot = plan.locate(batch_index)
+        step_plan = plan.step(step)
+        num_left = int(self.trainer.num_training_batches) - (batch_index - slot)
+        return Place(plan=step_plan, slot=slot, num_slots=min(step_plan.num_slots, num_left))
+
+    def open_window(self, place: Place, batch_index: int) -> bool:
+        """Set the trainer's accumulation for this micro-batch; True if gradients have to be zeroed by hand."""
+        if self.has_fixed_windows:
+            return False
+        role = batch_role(batch_index, place.slot, place.num_slots)
+        self.trainer.accumulate_grad_batches = role.accumulation
+        return role.zero_grad
+
+    def close(self) -> None:
+        """Give the trainer back its own accumulation."""
+        self.trainer.accumulate_grad_batches = self.accumulation

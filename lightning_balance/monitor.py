@@ -1,0 +1,144 @@
+"""Figures of a balanced run while it runs: planned by the plan, measured by the clock and the allocator (layer 2)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_balance.efficiency import cost_spread, pad_efficiency
+from lightning_balance.fitting import Place
+from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
+
+PREFIX = "balance/"
+
+
+@dataclass
+class Totals:
+    """Sums over optimizer steps and all ranks. Times in seconds, tokens before (real) and after (padded) padding."""
+
+    num_steps: int = 0
+    num_samples: int = 0
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    spread_sum: float = 0.0
+    num_synchronisations: int = 0
+    largest_micro_batch: int = 0
+    modelled_time: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def pad_efficiency(self) -> float:
+        """Real over padded tokens."""
+        return pad_efficiency(self.real_tokens, self.padded_tokens)
+
+    @property
+    def cost_spread(self) -> float:
+        """Mean spread of a synchronisation."""
+        return self.spread_sum / self.num_synchronisations if self.num_synchronisations else math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens of all ranks per second of training."""
+        return self.real_tokens / self.seconds if self.seconds else math.nan
+
+
+class RunMonitor:
+    """Collects what every optimizer step did; asks for no communication but when values are synced for a log.
+
+    The planned figures cover all ranks, because every rank knows the whole plan. A synchronisation is a slot
+    (``sync="micro_batch"``) or a step (``sync="step"``).
+
+    Args:
+        rank: this data-parallel rank.
+        sync: when ranks wait for each other.
+        device: where the metrics' states live, so that their process group can reduce them.
+        clock: seconds, monotonic; an argument so that tests can set the time.
+    """
+
+    def __init__(
+        self, *, rank: int, sync: str, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.rank = rank
+        self.sync = sync
+        self.run = Totals()
+        self._clock = clock
+        self._since_log = Totals()
+        self._window_started = clock()
+        self._paused_at: float | None = None
+        self.pad_efficiency = PadEfficiency().to(device)
+        self.cost_spread = CostSpread().to(device)
+        accelerator = PeakMemory()
+        self.peak_memory = (accelerator if accelerator.available else PeakMemory(source="rss")).to(device)
+
+    def restart_clock(self) -> None:
+        """Do not count what came before now, such as the setup of an epoch."""
+        self._window_started = self._clock()
+
+    def pause(self) -> None:
+        """Stop the clock, during validation."""
+        self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        """Let the clock go on after :meth:`pause`."""
+        if self._paused_at is not None:
+            self._window_started += self._clock() - self._paused_at
+            self._paused_at = None
+
+    def end_step(self, place: Place) -> None:
+        """Count the optimizer step that ended with ``place``, its last slot."""
+        now = self._clock()
+        seconds, self._window_started = now - self._window_started, now
+        plan, num_slots = place.plan, place.num_slots
+        costs = plan.costs[:num_slots]
+        synchronised = costs if self.sync == "micro_batch" else costs.sum(axis=0, keepdims=True)
+        spread = cost_spread(synchronised)
+        padded = plan.padded_tokens[:num_slots]
+        for totals in (self.run, self._since_log):
+            totals.num_steps += 1
+            totals.num_samples += place.num_samples
+            totals.real_tokens += place.real_tokens
+            totals.padded_tokens += int(padded.sum())
+            totals.spread_sum += spread * len(synchronised)
+            totals.num_synchronisations += len(synchronised)
+            totals.largest_micro_batch = max(totals.largest_micro_batch, int(padded.max()))
+            totals.modelled_time += float(synchronised.max(axis=1).sum())
+            totals.seconds += seconds
+        self.pad_efficiency.update(int(plan.real_tokens[:num_slots, self.rank].sum()), int(padded[:, self.rank].sum()))
+        self.cost_spread.update(synchronised)
+
+    def step_values(self) -> dict[str, float | Tensor]:
+        """Values for a logger since the last call: planned shares and measured rates. A collective call."""
+        totals, self._since_log = self._since_log, Totals()
+        rates = {
+            "tokens_per_second": totals.real_tokens,
+            "padded_tokens_per_second": totals.padded_tokens,
+            "samples_per_second": totals.num_samples,
+        }
+        values: dict[str, float | Tensor] = {
+            "pad_efficiency": totals.pad_efficiency,
+            "cost_spread": totals.cost_spread,
+            "step_time_s": totals.seconds / totals.num_steps if totals.num_steps else math.nan,
+            **{name: amount / totals.seconds if totals.seconds else math.nan for name, amount in rates.items()},
+        }
+        self.peak_memory.update()
+        values.update(self._peak())
+        return {PREFIX + name: value for name, value in values.items()}
+
+    def epoch_values(self) -> dict[str, float | Tensor]:
+        """Values of the whole epoch over all ranks, under names ending in ``_epoch``. A collective call."""
+        self.peak_memory.update()
+        values = {"pad_efficiency": self.pad_efficiency.compute(), "cost_spread": self.cost_spread.compute()}
+        values.update(self._peak())
+        self.pad_efficiency.reset()
+        self.cost_spread.reset()
+        return {f"{PREFIX}{name}_epoch": value for name, value in values.items()}
+
+    def _peak(self) -> dict[str, Tensor]:
+        # compute() caches its value until the next update; reading it here keeps the metric open for more updates.
+        peak = self.peak_memory.compute()
+        return {} if torch.isnan(peak) else {self.peak_memory.log_key: peak}

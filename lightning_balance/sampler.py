@@ -1,0 +1,232 @@
+"""Serve one rank's part of the plan as an ordinary batch sampler (layer 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from lightning_balance.cost import CostFunction
+from lightning_balance.epoch import EpochPlan, plan_epoch
+from lightning_balance.settings import Oversize, StepUnit
+from lightning_balance.validation import check_positive_int, validate_lengths
+
+STATE_VERSION = 1
+
+
+class BalancedBatchSampler(BatchSampler):
+    """Micro-batches of one rank: unequal counts, equal cost, the same number on every rank.
+
+    Every rank computes the same plan (a pure function of its arguments) and serves its own part, so that equal numbers
+    of micro-batches hold by construction. ``len`` is exact for the current epoch. Iterating has no side effects other
+    than the position that :meth:`state_dict` reports.
+
+    Pass it to a loader as ``DataLoader(dataset, batch_sampler=...)``. Lightning re-creates a batch sampler that has an
+    argument ``sampler`` with a ``DistributedSampler``, which carries rank, number of ranks and epoch: an explicit
+    ``rank`` wins over it, so that nothing is sharded twice, and ``set_epoch`` arrives through it.
+
+    Args:
+        lengths: ``(num_samples,)`` positive integers, in tokens (frames, nodes).
+        batch_size: samples per micro-batch of the plain run; ``samples_per_step = batch_size * num_slots *
+            num_replicas``.
+        samples_per_step: samples per optimizer step over all ranks, instead of ``batch_size``.
+        max_tokens: budget of padded tokens per micro-batch. Alone (no batch size) it also sets the step:
+            ``num_slots`` micro-batches per rank, each filled to the budget.
+        num_slots: micro-batches per rank and optimizer step; with ``max_tokens`` and samples per step: as many as
+            needed.
+        num_replicas: number of ranks; default: from ``sampler``, else from the process group, else 1.
+        rank: this rank; default likewise.
+        seed: seed of the shuffle, together with the epoch.
+        shuffle: draw a new permutation every epoch.
+        drop_last: leave out an incomplete last step.
+        cost: a :class:`CostModel` or a function ``(num_samples, padded_length) -> cost``.
+        sync: ``"micro_batch"`` (FSDP: ranks wait after every micro-batch) or ``"step"`` (DDP: after every step).
+        pad_to_multiple_of: padded lengths are rounded up to it.
+        oversize: what to do with a sample longer than ``max_tokens``: ``"single"``, ``"error"`` or ``"skip"``.
+        step_unit: ``"samples"`` or ``"tokens"``, see :func:`plan_epoch`.
+        lookahead: number of consecutive steps that may exchange samples.
+        max_shapes: limit on distinct padded lengths.
+        sampler: filled in by Lightning; never needed by hand.
+
+    Raises:
+        ValueError: an argument is out of range, or ``rank`` is not in ``[0, num_replicas)``.
+
+    Example:
+        >>> sampler = BalancedBatchSampler([9, 1, 1, 1], batch_size=2, num_replicas=2, rank=0, shuffle=False)
+        >>> list(sampler), len(sampler)
+        ([[0]], 1)
+        >>> list(BalancedBatchSampler([9, 1, 1, 1], batch_size=2, num_replicas=2, rank=1, shuffle=False))
+        [[1, 2, 3]]
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        *,
+        batch_size: int | None = None,
+        samples_per_step: int | None = None,
+        max_tokens: int | None = None,
+        num_slots: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        cost: CostFunction | None = None,
+        sync: str = "micro_batch",
+        pad_to_multiple_of: int = 1,
+        oversize: Oversize = "single",
+        step_unit: StepUnit = "samples",
+        lookahead: int = 1,
+        max_shapes: int | None = None,
+        sampler: DistributedSampler[Any] | None = None,
+    ) -> None:
+        self.lengths: NDArray[np.int64] = validate_lengths(lengths)
+        self.num_replicas, self.rank = _ranks(num_replicas, rank, sampler)
+        self.batch_size = batch_size  # type: ignore[assignment]  # torch declares int; None: unequal counts
+        self.drop_last = drop_last
+        self._options: dict[str, Any] = {
+            "samples_per_step": _samples_per_step(batch_size, samples_per_step, num_slots, self.num_replicas),
+            "num_ranks": self.num_replicas,
+            "num_slots": num_slots,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "cost": cost,
+            "sync": sync,
+            "pad_to_multiple_of": pad_to_multiple_of,
+            "oversize": oversize,
+            "step_unit": step_unit,
+            "lookahead": lookahead,
+            "max_shapes": max_shapes,
+        }
+        # Lightning calls set_epoch on `batch_sampler.sampler`, never on the batch sampler itself: hold the epoch there.
+        self.sampler = self._epoch_holder = sampler or DistributedSampler[Any](
+            range(len(self.lengths)),  # type: ignore[arg-type]  # anything with a length
+            num_replicas=self.num_replicas,
+            rank=self.rank,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self._plan: EpochPlan | None = None
+        self._start = 0
+        self._start_epoch = 0
+        self._position = 0
+        _ = self.plan  # bad arguments are reported here, not at the first batch
+
+    @property
+    def num_slots(self) -> int | None:
+        """Micro-batches per rank in every optimizer step; None where steps have as many as the budget needs."""
+        return None if self._options["max_tokens"] is not None else self._options["num_slots"] or 1
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose plan is served."""
+        return int(self._epoch_holder.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Serve the plan of ``epoch`` from the next iteration on."""
+        self._epoch_holder.set_epoch(epoch)
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch, the same on every rank."""
+        if self._plan is None or self._plan.epoch != self.epoch:
+            self._plan = plan_epoch(self.lengths, epoch=self.epoch, **self._options)
+        return self._plan
+
+    def plan_for(self, epoch: int) -> EpochPlan:
+        """The plan of any epoch, without changing the one that is served."""
+        return self.plan if epoch == self.epoch else plan_epoch(self.lengths, epoch=epoch, **self._options)
+
+    def __len__(self) -> int:
+        """Micro-batches per rank in the current epoch, also after a resume within it."""
+        return self.plan.num_micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator: the epoch is read at the first batch. Lightning creates the iterator before it sets the epoch.
+        plan = self.plan
+        start = self._start if plan.epoch == self._start_epoch else 0
+        self._position = start
+        if start >= plan.num_micro_batches:
+            return
+        first_step, first_slot = plan.locate(start)
+        for step in range(first_step, plan.num_steps):
+            step_plan = plan.step(step)
+            for slot in range(first_slot if step == first_step else 0, step_plan.num_slots):
+                self._position += 1
+                # Python ints: datasets hand indices to APIs that refuse numpy integers.
+                yield step_plan.micro_batch(self.rank, slot).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iteration stands: version, epoch, position in micro-batches, and what it depends on.
+
+        With workers the position runs ahead of training by what they prefetch; :class:`BalanceCallback` stores the
+        position of training instead.
+        """
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "position": self._position,
+            "seed": self._options["seed"],
+            "num_replicas": self.num_replicas,
+            "digest": self.plan.digest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue inside the epoch of ``state``; later epochs are whole.
+
+        Raises:
+            ValueError: the state was made by another plan (data, seed, settings, ranks) or another state version.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"state['version'] is {state.get('version')!r}, but this release reads version {STATE_VERSION}"
+            )
+        plan = self.plan_for(int(state["epoch"]))
+        for name, ours in (
+            ("seed", self._options["seed"]),
+            ("num_replicas", self.num_replicas),
+            ("digest", plan.digest),
+        ):
+            if state[name] != ours:
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]!r}, but this sampler has {name}={ours!r}:"
+                    " continue with the same data, seed, ranks and settings, or start without the state"
+                )
+        self.start_at(plan.epoch, int(state["position"]))
+
+    def start_at(self, epoch: int, position: int) -> None:
+        """Begin ``epoch`` at micro-batch ``position``; every other epoch begins at 0."""
+        self.set_epoch(epoch)
+        self._start_epoch, self._start, self._position = epoch, position, position
+
+
+def _ranks(num_replicas: int | None, rank: int | None, sampler: DistributedSampler[Any] | None) -> tuple[int, int]:
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if num_replicas is None:
+        num_replicas = sampler.num_replicas if sampler else dist.get_world_size() if is_distributed else 1
+    if rank is None:
+        rank = sampler.rank if sampler else dist.get_rank() if is_distributed else 0
+    check_positive_int("num_replicas", num_replicas)
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be in [0, num_replicas={num_replicas}), got {rank!r}")
+    return num_replicas, rank
+
+
+def _samples_per_step(
+    batch_size: int | None, samples_per_step: int | None, num_slots: int | None, num_replicas: int
+) -> int | None:
+    if batch_size is None:
+        return samples_per_step
+    if samples_per_step is not None:
+        raise ValueError(
+            f"batch_size={batch_size} and samples_per_step={samples_per_step} both set the step: give one of them"
+        )
+    check_positive_int("batch_size", batch_size)
+    return batch_size * (num_slots or 1) * num_replicas

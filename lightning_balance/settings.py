@@ -1,0 +1,186 @@
+"""The options of balancing, checked once, shared by the callback and the data module mixin (layer 0)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from lightning_balance.cost import CostFunction, CostModel
+from lightning_balance.validation import check_choice, check_positive_int
+
+LossReduction = Literal["sample_mean", "token_mean", "causal_token_mean", "sum"]
+Sync = Literal["auto", "micro_batch", "step"]
+Oversize = Literal["single", "error", "skip"]
+StepUnit = Literal["samples", "tokens"]
+
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("sample_mean", "token_mean", "causal_token_mean", "sum")
+SYNCS: tuple[Sync, ...] = ("auto", "micro_batch", "step")
+OVERSIZE: tuple[Oversize, ...] = ("single", "error", "skip")
+STEP_UNITS: tuple[StepUnit, ...] = ("samples", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # arrays among the values: compare by differing_options
+class BalanceSettings:
+    """What a user can choose about balancing; the meaning of each option stands at :class:`BalanceCallback`.
+
+    Raises:
+        ValueError: an option is out of its range.
+        TypeError: an option has the wrong type.
+
+    Example:
+        >>> BalanceSettings(max_tokens=8192).max_tokens
+        8192
+        >>> BalanceSettings(max_tokens=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: max_tokens must be an integer >= 1, got 0
+    """
+
+    max_tokens: int | None = None
+    samples_per_step: int | None = None
+    lengths: Sequence[int] | str | Callable[[Any], int] | None = None
+    max_length: int | None = None
+    pad_to_multiple_of: int = 1
+    cost: CostFunction | CostModel = field(default_factory=CostModel)
+    oversize: Oversize = "single"
+    loss_reduction: LossReduction | Callable[[Any], Any] = "sample_mean"
+    seed: int | None = None
+    sync: Sync = "auto"
+    step_unit: StepUnit = "samples"
+    lookahead: int = 1
+    max_shapes: int | None = None
+    label_key: str = "labels"
+    ignore_index: int = -100
+    lengths_cache_dir: str | None = None
+    print_summary: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "samples_per_step", "max_length", "max_shapes"):
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        for name in ("pad_to_multiple_of", "lookahead"):
+            check_positive_int(name, getattr(self, name))
+        check_choice("oversize", self.oversize, OVERSIZE)
+        check_choice("sync", self.sync, SYNCS)
+        check_choice("step_unit", self.step_unit, STEP_UNITS)
+        if self.step_unit == "tokens" and self.max_tokens is None:
+            raise ValueError("step_unit='tokens' fills micro-batches to a budget and needs max_tokens, which is None")
+        object.__setattr__(self, "loss_reduction", _resolve_loss_reduction(self.loss_reduction))
+        object.__setattr__(self, "cost", _resolve_cost(self.cost))
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise ValueError(f"seed must be an integer >= 0 or None (take it from seed_everything), got {self.seed!r}")
+
+    def differing_options(self, other: BalanceSettings) -> list[str]:
+        """Names of the options whose values are not equal.
+
+        Example:
+            >>> BalanceSettings(max_tokens=8).differing_options(BalanceSettings(seed=1))
+            ['max_tokens', 'seed']
+        """
+        return [f.name for f in fields(self) if not _is_equal(getattr(self, f.name), getattr(other, f.name))]
+
+
+OPTIONS_OF_WEIGHTS_AND_OUTPUT = frozenset({"loss_reduction", "label_key", "ignore_index", "print_summary"})
+"""Options that do not decide where samples go."""
+
+
+class HasBalanceSettings:
+    """Takes the options of balancing as keyword arguments; base of the callback and of the data module mixin.
+
+    Attributes:
+        settings: the options, checked.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int | None = None,
+        samples_per_step: int | None = None,
+        lengths: Callable[[Any], int] | str | Sequence[int] | None = None,
+        max_length: int | None = None,
+        pad_to_multiple_of: int = 1,
+        cost: CostModel | CostFunction | str | None = None,
+        oversize: Oversize = "single",
+        loss_reduction: LossReduction | Callable[[Any], Any] | str = "sample_mean",
+        seed: int | None = None,
+        sync: Sync = "auto",
+        step_unit: StepUnit = "samples",
+        lookahead: int = 1,
+        max_shapes: int | None = None,
+        label_key: str = "labels",
+        ignore_index: int = -100,
+        lengths_cache_dir: str | None = None,
+        print_summary: bool = True,
+    ) -> None:
+        super().__init__()
+        self.settings = BalanceSettings(
+            max_tokens=max_tokens,
+            samples_per_step=samples_per_step,
+            lengths=lengths,
+            max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of,
+            cost=CostModel() if cost is None else cost,  # type: ignore[arg-type]  # strings are resolved by the settings
+            oversize=oversize,
+            loss_reduction=loss_reduction,  # type: ignore[arg-type]
+            seed=seed,
+            sync=sync,
+            step_unit=step_unit,
+            lookahead=lookahead,
+            max_shapes=max_shapes,
+            label_key=label_key,
+            ignore_index=ignore_index,
+            lengths_cache_dir=lengths_cache_dir,
+            print_summary=print_summary,
+        )
+
+
+def import_callable(path: str, argument: str) -> Callable[..., Any]:
+    """Import the function that a dotted path names, as YAML files give it.
+
+    Raises:
+        ValueError: nothing callable is there; the sentence names ``argument`` and ``path``.
+
+    Example:
+        >>> import_callable("os.path.basename", "lengths")("a/b")
+        'b'
+    """
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{argument}={path!r} is not an importable function: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{argument}={path!r} must name a function, but it is a {type(found).__name__}")
+    return cast("Callable[..., Any]", found)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if hasattr(one, "__array__") or hasattr(other, "__array__"):
+        return one is other or np.array_equal(np.asarray(one), np.asarray(other))
+    return bool(one == other)
+
+
+def _resolve_loss_reduction(value: Any) -> Any:
+    if callable(value) or (isinstance(value, str) and value in LOSS_REDUCTIONS):
+        return value
+    if isinstance(value, str) and "." in value:
+        return import_callable(value, "loss_reduction")
+    raise ValueError(
+        f"loss_reduction must be one of {', '.join(map(repr, LOSS_REDUCTIONS))}, a function batch -> units, or the"
+        f" dotted path of one, got {value!r}"
+    )
+
+
+def _resolve_cost(value: Any) -> Any:
+    if callable(value):
+        return value
+    if isinstance(value, str) and "." in value:
+        return import_callable(value, "cost")
+    raise TypeError(
+        "cost must be a CostModel, a function (num_samples, padded_length) -> cost, or the dotted path of one,"
+        f" got {value!r}"
+    )

@@ -1,0 +1,73 @@
+"""Accumulation windows of any length in Lightning's loop (layer 2).
+
+Lightning's loop takes one ``accumulate_grad_batches`` for the whole run, but reads it anew at every batch: with ``b``
+the 0-based index of the batch in the epoch, it steps when ``(b + 1) % accumulate == 0`` and zeroes gradients when ``b %
+accumulate == 0``. Choosing the value for each batch makes windows of any length. DDP synchronises once per window,
+because the loop itself blocks synchronisation while it accumulates. The trainer divides each loss by the value in
+force; the weighting multiplies it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRole:
+    """What the loop has to do at one batch.
+
+    Attributes:
+        accumulation: value for ``trainer.accumulate_grad_batches``.
+        zero_grad: whether the caller has to zero the gradients itself, because no value makes the loop do it.
+    """
+
+    accumulation: int
+    zero_grad: bool = False
+
+
+def batch_role(batch_index: int, slot: int, num_slots: int) -> BatchRole:
+    """The accumulation value that makes batch ``batch_index`` slot ``slot`` of a window of ``num_slots``.
+
+    Args:
+        batch_index: 0-based index of the batch within the epoch.
+        slot: 0-based position within the window.
+        num_slots: length of the window.
+
+    Raises:
+        ValueError: ``slot`` is not within the window, or the window would begin before the epoch.
+
+    Example:
+        A window of one, one of three:
+
+        >>> [batch_role(b, s, n).accumulation for b, s, n in [(0, 0, 1), (1, 0, 3), (2, 1, 3), (3, 2, 3)]]
+        [1, 3, 4, 4]
+    """
+    if not 0 <= slot < num_slots or slot > batch_index:
+        raise ValueError(f"slot must be in [0, num_slots={num_slots}) and <= batch_index={batch_index}, got {slot}")
+    if num_slots == 1:
+        return BatchRole(accumulation=1)
+    if slot == num_slots - 1:
+        return BatchRole(accumulation=batch_index + 1)  # steps; does not zero, as batch_index % (batch_index + 1) != 0
+    if slot > 0:
+        return BatchRole(accumulation=batch_index + 2)  # neither
+    if batch_index == 0:
+        return BatchRole(accumulation=2)
+    if batch_index == 1:
+        # A value that zeroes at 1 divides 1 and steps at once: use one that does neither, and zero by hand.
+        return BatchRole(accumulation=3, zero_grad=True)
+    return BatchRole(accumulation=batch_index)  # zeroes, and (b + 1) % b == 1 does not step
+
+
+def average_window(num_batches: int, num_windows: int) -> Fraction | int:
+    """Value between windows for which ``ceil(num_batches / value)`` is exactly ``num_windows``.
+
+    ``Trainer.estimated_stepping_batches`` divides by ``accumulate_grad_batches``; a fraction keeps it exact for windows
+    of any length (PL#19684, PL#12894).
+
+    Example:
+        >>> average_window(11, 4), average_window(8, 4)
+        (Fraction(11, 4), 2)
+    """
+    average = Fraction(num_batches, num_windows)
+    return int(average) if average.denominator == 1 else average
