@@ -103,7 +103,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
             return
         self._monitor = RunMonitor(rank=self._fit.rank, sync=self._fit.sync, device=pl_module.device)
         # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
-        self._fit.begin_epoch(trainer.current_epoch)
+        self._fit.continue_epoch(trainer.current_epoch)
         name = getattr(self.settings.loss_reduction, "__qualname__", self.settings.loss_reduction)
         rank_zero_info(
             f"BalanceCallback: loss_reduction={name!r}: gradients are those of the "
@@ -184,6 +184,24 @@ class BalanceCallback(HasBalanceSettings, Callback):
                     " BalanceCallback weights by samples (loss_reduction='sample_mean'): if the loss is a mean over the"
                     " other labels, set loss_reduction='token_mean', or 'causal_token_mean' for causal language models"
                 )
+
+    # ------------------------------------------------------------------ stop and restart
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, at the beginning of an optimizer step; empty outside of ``fit``."""
+        return self._fit.state() if self._fit is not None and self._fit.has_loader else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue in the middle of the saved epoch, without replaying it."""
+        if self._fit is not None and state_dict:
+            self._fit.restore(state_dict)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint inside an accumulation window continue at the window's beginning."""
+        if self._fit is not None and self._fit.has_loader and "loops" in checkpoint:
+            num_batches = self._fit.num_batches_into_step(_lightning.num_batches_done(trainer))
+            if num_batches:
+                _lightning.rewind_batches(checkpoint, num_batches)
 
     # ------------------------------------------------------------------ after training
 

@@ -79,6 +79,8 @@ class BalancedFit:
         self.order: LoaderOrder | None = None
         self._sampler: BalancedBatchSampler | None = None
         self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
+        self._restored: dict[str, Any] | None = None
+        self._length_is_stale = False
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -113,6 +115,8 @@ class BalancedFit:
         self._check_agreement(sampler)
         self._sampler = sampler
         sampler.set_epoch(self.trainer.current_epoch)
+        if self._restored is not None:
+            on_every_rank(lambda: sampler.load_state_dict(self._restored or {}))
         self._announce_steps()
         return with_batch_sampler(loader, sampler)
 
@@ -193,8 +197,40 @@ class BalancedFit:
             "every rank needs the same data in the same order, the same seed and the same options",
         )
 
+    def state(self) -> dict[str, Any]:
+        """Where the run stands, as :meth:`BalancedBatchSampler.load_state_dict` reads it; at a step's beginning."""
+        position = _lightning.num_batches_done(self.trainer)
+        return {**self.sampler.state_dict(), "position": position - self.num_batches_into_step(position)}
+
+    def num_batches_into_step(self, position: int) -> int:
+        """Micro-batches between ``position`` and the beginning of its optimizer step; 0 at the epoch's end."""
+        return self.sampler.plan.locate(position)[1] if position < len(self.sampler) else 0
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
+        self._restored = dict(state)
+        if self.has_loader:
+            _lightning.forget_train_dataloader(self.trainer)
+
+    def continue_epoch(self, epoch: int) -> None:
+        """Begin the first epoch of a run, possibly in its middle, and see that the iterator serves it.
+
+        After a restart the trainer keeps the iterator that it made before the epoch was known (PL#21938), and workers
+        have fetched from it already.
+        """
+        restored, self._restored = self._restored, None
+        self.begin_epoch(epoch)
+        if restored is not None or self.sampler.begun not in (None, (epoch, 0)):
+            _lightning.restart_train_iterator(self.trainer)
+        if restored is not None and restored["epoch"] < epoch:
+            # The checkpoint was saved at its epoch's last batch. The loop finds that out by comparing the batches done
+            # with the epoch's length, which has to be the old epoch's until the first batch of the new one.
+            _lightning.set_epoch_length(self.trainer, self.sampler.plan_for(restored["epoch"]).num_micro_batches)
+            self._length_is_stale = True
+
     def begin_epoch(self, epoch: int) -> None:
         """Tell sampler and trainer which epoch comes and how long it is."""
+        self._length_is_stale = False
         self.sampler.set_epoch(epoch)
         _lightning.set_epoch_length(self.trainer, len(self.sampler))
         self._announce_steps()
@@ -208,6 +244,8 @@ class BalancedFit:
 
     def place(self, batch_index: int) -> Place:
         """Where the epoch's micro-batch ``batch_index`` stands."""
+        if self._length_is_stale:
+            self.begin_epoch(self.trainer.current_epoch)
         plan = self.sampler.plan
         step, slot = plan.locate(batch_index)
         step_plan = plan.step(step)

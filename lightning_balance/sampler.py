@@ -117,6 +117,7 @@ class BalancedBatchSampler(BatchSampler):
         self._start = 0
         self._start_epoch = 0
         self._position = 0
+        self._begun: tuple[int, int] | None = None
         _ = self.plan  # bad arguments are reported here, not at the first batch
 
     @property
@@ -153,6 +154,7 @@ class BalancedBatchSampler(BatchSampler):
         plan = self.plan
         start = self._start if plan.epoch == self._start_epoch else 0
         self._position = start
+        self._begun = plan.epoch, start
         if start >= plan.num_micro_batches:
             return
         first_step, first_slot = plan.locate(start)
@@ -200,6 +202,11 @@ class BalancedBatchSampler(BatchSampler):
                     " continue with the same data, seed, ranks and settings, or start without the state"
                 )
         self.start_at(plan.epoch, int(state["position"]))
+
+    @property
+    def begun(self) -> tuple[int, int] | None:
+        """Epoch and first position of the latest iterator that was asked for a batch; None before the first."""
+        return self._begun
 
     def start_at(self, epoch: int, position: int) -> None:
         """Begin ``epoch`` at micro-batch ``position``; every other epoch begins at 0."""
