@@ -72,6 +72,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
     _monitor: RunMonitor | None = None
     _place: Place | None = None
     _batch: Any = None
+    _peak: dict[str, float] | None = None
     _is_first_batch = True
 
     # ------------------------------------------------------------------ before training
@@ -206,9 +207,16 @@ class BalanceCallback(HasBalanceSettings, Callback):
     # ------------------------------------------------------------------ after training
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what the run did, beside what plain batches would have done."""
-        if self._fit is not None and self._monitor is not None and self.settings.print_summary:
-            print_summary(self._fit, self._monitor)
+        """Read the peak memory of all ranks, while they can still be asked."""
+        if self._monitor is not None and self.settings.print_summary:
+            self._peak = self._monitor.peak_values()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what the run did, beside what plain batches would have done; progress bars are closed by now."""
+        if self._fit is None or self._monitor is None or not self.settings.print_summary:
+            return
+        if trainer.is_global_zero:
+            print_summary(self._fit, self._monitor.run, self._peak or {})
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the trainer back as it was."""

@@ -19,7 +19,7 @@ from lightning_balance.lengths import is_scan_needed, resolve_lengths
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order, with_batch_sampler
 from lightning_balance.plan import StepPlan
 from lightning_balance.sampler import BalancedBatchSampler
-from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings
+from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings, PlannedSync
 from lightning_balance.windows import average_window, batch_role
 
 
@@ -73,9 +73,7 @@ class BalancedFit:
         self.num_ranks: int = ranks["num_replicas"]  # data-parallel ranks: tensor-parallel peers share one
         self.rank: int = ranks["rank"]
         self.accumulation: int = trainer.accumulate_grad_batches
-        self.sync = settings.sync
-        if self.sync == "auto":
-            self.sync = "micro_batch" if _lightning.synchronises_every_micro_batch(trainer) else "step"
+        self.sync = _planned_sync(trainer, settings)
         self.order: LoaderOrder | None = None
         self._sampler: BalancedBatchSampler | None = None
         self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
@@ -177,8 +175,8 @@ class BalancedFit:
         ignored = set(self.settings.differing_options(BalanceSettings())) - OPTIONS_OF_WEIGHTS_AND_OUTPUT
         if ignored:
             raise ValueError(
-                f"BalanceCallback has {', '.join(sorted(ignored))}, but the DataLoader has a BalancedBatchSampler, which"
-                " cuts the data by its own options: give the options to one of the two"
+                f"BalanceCallback has {', '.join(sorted(ignored))}, but the DataLoader has a BalancedBatchSampler with"
+                " options of its own: give the options to one of the two"
             )
         return sampler
 
@@ -263,3 +261,9 @@ class BalancedFit:
     def close(self) -> None:
         """Give the trainer back its own accumulation."""
         self.trainer.accumulate_grad_batches = self.accumulation
+
+
+def _planned_sync(trainer: Trainer, settings: BalanceSettings) -> PlannedSync:
+    if settings.sync != "auto":
+        return settings.sync
+    return "micro_batch" if _lightning.synchronises_every_micro_batch(trainer) else "step"

@@ -22,6 +22,7 @@ class Totals:
     """Sums over optimizer steps and all ranks. Times in seconds, tokens before (real) and after (padded) padding."""
 
     num_steps: int = 0
+    num_micro_batches: int = 0
     num_samples: int = 0
     real_tokens: int = 0
     padded_tokens: int = 0
@@ -100,6 +101,7 @@ class RunMonitor:
         padded = plan.padded_tokens[:num_slots]
         for totals in (self.run, self._since_log):
             totals.num_steps += 1
+            totals.num_micro_batches += padded.size
             totals.num_samples += place.num_samples
             totals.real_tokens += place.real_tokens
             totals.padded_tokens += int(padded.sum())
@@ -138,7 +140,15 @@ class RunMonitor:
         self.cost_spread.reset()
         return {f"{PREFIX}{name}_epoch": value for name, value in values.items()}
 
+    def peak_values(self) -> dict[str, float]:
+        """Peak memory of the run over all ranks under the name of what was read; empty where nothing can be read.
+
+        A collective call.
+        """
+        self.peak_memory.update()
+        names = {"peak_memory_gib": "peak allocated memory", "peak_rss_gib": "peak process memory (RSS)"}
+        return {names[key]: float(value) for key, value in self._peak().items()}
+
     def _peak(self) -> dict[str, Tensor]:
-        # compute() caches its value until the next update; reading it here keeps the metric open for more updates.
         peak = self.peak_memory.compute()
         return {} if torch.isnan(peak) else {self.peak_memory.log_key: peak}

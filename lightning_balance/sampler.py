@@ -126,6 +126,11 @@ class BalancedBatchSampler(BatchSampler):
         return None if self._options["max_tokens"] is not None else self._options["num_slots"] or 1
 
     @property
+    def shuffle(self) -> bool:
+        """Whether every epoch draws a new permutation."""
+        return bool(self._options["shuffle"])
+
+    @property
     def epoch(self) -> int:
         """The epoch whose plan is served."""
         return int(self._epoch_holder.epoch)

@@ -14,6 +14,7 @@ from lightning_balance.validation import check_choice, check_positive_int
 
 LossReduction = Literal["sample_mean", "token_mean", "causal_token_mean", "sum"]
 Sync = Literal["auto", "micro_batch", "step"]
+PlannedSync = Literal["micro_batch", "step"]
 Oversize = Literal["single", "error", "skip"]
 StepUnit = Literal["samples", "tokens"]
 
