@@ -11,22 +11,33 @@ from typing import Any
 
 import torch
 
-__all__ = ["GIB", "read_accelerator_peak", "read_rss_peak", "restart_accelerator_peak"]
+__all__ = ["GIB", "has_accelerator_peak", "read_accelerator_peak", "read_rss_peak", "restart_accelerator_peak"]
 
 GIB = 2**30
+
+
+def has_accelerator_peak() -> bool:
+    """Whether this machine has an accelerator whose allocator counts its peak, in use or not.
+
+    Example:
+        >>> has_accelerator_peak() or read_accelerator_peak() is None
+        True
+    """
+    return _device_module() is not None
 
 
 def read_accelerator_peak() -> int | None:
     """Peak bytes of tensors on the current device since the allocator's counter was last restarted.
 
-    Reads a counter on the host and does not wait for the device.
+    Reads a counter on the host and does not wait for the device. ``None`` as well while this process has not used the
+    device yet.
 
     Example:
         >>> peak = read_accelerator_peak()
         >>> peak is None or peak >= 0
         True
     """
-    device = _device_module()
+    device = _started_device_module()
     return int(device.max_memory_allocated()) if device is not None else None
 
 
@@ -36,7 +47,7 @@ def restart_accelerator_peak() -> None:
     Example:
         >>> restart_accelerator_peak()
     """
-    device = _device_module()
+    device = _started_device_module()
     if device is not None:
         device.reset_peak_memory_stats()
 
@@ -64,14 +75,15 @@ def read_rss_peak() -> int | None:
 
 
 def _device_module() -> Any:
-    """The torch module (``torch.cuda``, ...) of the accelerator in use, if it was started and has a peak counter."""
+    """The torch module (``torch.cuda``, ...) of this machine's accelerator, ``None`` if it has no peak counter."""
     if not torch.accelerator.is_available():
         return None
-    accelerator = torch.accelerator.current_accelerator()
-    device = torch.get_device_module(accelerator)
-    if not hasattr(device, "max_memory_allocated") or not hasattr(device, "reset_peak_memory_stats"):
-        return None
-    # Looking must not create a device context, which costs hundreds of MiB on its own.
-    if hasattr(device, "is_initialized") and not device.is_initialized():
-        return None
-    return device
+    device = torch.get_device_module(torch.accelerator.current_accelerator())
+    has_counter = hasattr(device, "max_memory_allocated") and hasattr(device, "reset_peak_memory_stats")
+    return device if has_counter else None
+
+
+def _started_device_module() -> Any:
+    """The same, ``None`` if this process does not use the accelerator yet: looking must not create a context on it."""
+    device = _device_module()
+    return device if device is not None and getattr(device, "is_initialized", lambda: True)() else None

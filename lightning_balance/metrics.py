@@ -20,7 +20,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_balance.efficiency import cost_spread, pad_efficiency
-from lightning_balance.memory import GIB, read_accelerator_peak, read_rss_peak, restart_accelerator_peak
+from lightning_balance.memory import (
+    GIB,
+    has_accelerator_peak,
+    read_accelerator_peak,
+    read_rss_peak,
+    restart_accelerator_peak,
+)
 from lightning_balance.validation import check_choice
 
 __all__ = ["CostSpread", "PadEfficiency", "PeakMemory"]
@@ -197,8 +203,8 @@ class PeakMemory(Metric):
 
     @property
     def available(self) -> bool:
-        """Whether the source can be read on this machine."""
-        return self._read() is not None
+        """Whether the source exists on this machine; the same before and after the device is first used."""
+        return has_accelerator_peak() if self.source == "accelerator" else read_rss_peak() is not None
 
     @property
     def window(self) -> str:
@@ -211,7 +217,7 @@ class PeakMemory(Metric):
 
     def update(self) -> None:
         """Read the source of this rank now; call it where the peak of interest has passed."""
-        peak_bytes = self._read()
+        peak_bytes = read_accelerator_peak() if self.source == "accelerator" else read_rss_peak()
         if peak_bytes is None:
             return
         self.peak_bytes = torch.clamp(self.peak_bytes, min=peak_bytes)
@@ -228,9 +234,6 @@ class PeakMemory(Metric):
         super().reset()
         if self.restart_window:
             restart_accelerator_peak()
-
-    def _read(self) -> int | None:
-        return read_accelerator_peak() if self.source == "accelerator" else read_rss_peak()
 
 
 def _count(tokens: int | Tensor, like: Tensor) -> int | Tensor:

@@ -1,0 +1,276 @@
+"""What a plan is expected to achieve, beside plain shuffled batches of the same run; nothing is trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_balance.cost import CostFunction, prepare_cost
+from lightning_balance.efficiency import cost_spread, model_efficiency, pad_efficiency, slot_efficiency
+from lightning_balance.epoch import EpochPlan
+from lightning_balance.shuffle import EpochOrder
+from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
+
+__all__ = ["PlanSummary", "Row", "comparison_rows", "modelled_speed_up", "summarize", "summarize_plain"]
+
+Unit = Literal["percent", "factor", "cost", "tokens", "count"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSummary:
+    """Figures of one epoch over all ranks.
+
+    Attributes:
+        num_ranks: ranks.
+        num_steps: optimizer steps.
+        num_micro_batches: micro-batches of each rank.
+        num_samples: samples served, copies not counted.
+        num_fillers: micro-batches of all ranks that only keep ranks in step.
+        num_shapes: distinct pairs of sample count and padded length, what a compiler would see.
+        num_padded_lengths: distinct padded lengths.
+        real_tokens: tokens of the samples.
+        padded_tokens: tokens that are processed, with padding and copies.
+        largest_micro_batch: padded tokens of the largest micro-batch, which sets the peak memory.
+        modelled_time: slowest path over the epoch, in the unit of the cost.
+        pad_efficiency: real over padded tokens.
+        cost_spread: (max - min) / mean of the ranks' costs in a synchronisation, averaged.
+        slot_efficiency: mean / max of the ranks' costs in a synchronisation, averaged.
+        model_efficiency: cost of the samples without padding or waiting, over what all ranks are paid for.
+    """
+
+    num_ranks: int
+    num_steps: int
+    num_micro_batches: int
+    num_samples: int
+    num_fillers: int
+    num_shapes: int
+    num_padded_lengths: int
+    real_tokens: int
+    padded_tokens: int
+    largest_micro_batch: int
+    modelled_time: float
+    pad_efficiency: float
+    cost_spread: float
+    slot_efficiency: float
+    model_efficiency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of a comparison; ``nan`` where a side has no such figure."""
+
+    label: str
+    unit: Unit
+    planned: float
+    plain: float = math.nan
+
+
+def summarize(
+    plan: EpochPlan,
+    lengths: Any,
+    *,
+    cost: CostFunction | None = None,
+    sync: Literal["micro_batch", "step"] = "micro_batch",
+) -> PlanSummary:
+    """Summarise a planned epoch; plans every step of it.
+
+    Args:
+        plan: the epoch.
+        lengths: length of every sample of the dataset in tokens, as given to the plan.
+        cost: the plan's cost, ``None`` for ``CostModel()``; only what the samples cost by themselves is computed with
+            it, costs of micro-batches are the plan's.
+        sync: when ranks wait for each other, as given to the plan. A synchronisation is a slot for ``"micro_batch"``
+            and a step for ``"step"``.
+
+    Raises:
+        ValueError: lengths that cannot be, or an unknown `sync`.
+
+    Example:
+        >>> from lightning_balance.epoch import plan_epoch
+        >>> lengths = [3, 5, 9, 2, 4, 8, 1, 7]
+        >>> summarize(plan_epoch(lengths, samples_per_step=8, num_ranks=2, num_slots=2), lengths).num_samples
+        8
+    """
+    check_choice("sync", sync, ("micro_batch", "step"))
+    lengths = validate_lengths(lengths)
+    steps = [plan.step(index) for index in range(plan.num_steps)]
+    served = np.concatenate([step.order for step in steps])
+    counts = np.concatenate([step.num_samples for step in steps])
+    return _summarize(
+        _Epoch(
+            counts=counts,
+            num_run=np.maximum(counts, 1),  # a filler runs one copied sample
+            padded_lengths=np.concatenate([step.padded_lengths for step in steps]),
+            real_tokens=np.concatenate([step.real_tokens for step in steps]),
+            costs=np.concatenate([step.costs for step in steps]),
+            num_slots_per_step=np.array([step.num_slots for step in steps], dtype=np.int64),
+        ),
+        useful_cost=_useful_cost(lengths[served], cost),
+        sync=sync,
+    )
+
+
+def summarize_plain(
+    lengths: Any,
+    *,
+    batch_size: int,
+    num_ranks: int,
+    num_slots: int = 1,
+    cost: CostFunction | None = None,
+    sync: Literal["micro_batch", "step"] = "micro_batch",
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    pad_to_multiple_of: int = 1,
+) -> PlanSummary:
+    """Summarise the same epoch without balancing: a DataLoader with a DistributedSampler.
+
+    The order is the one that the plan shuffles to. Rank r takes every ``num_ranks``-th sample and cuts its own in
+    micro-batches of `batch_size`, each padded to its longest sample. Where the samples do not divide by the ranks the
+    first ones are repeated, as DistributedSampler does; copies count as padding.
+
+    Args:
+        lengths: length of every sample in tokens.
+        batch_size: samples of a micro-batch.
+        num_ranks: ranks.
+        num_slots: micro-batches that are accumulated in a step.
+        cost: modelled cost of a micro-batch, ``None`` for ``CostModel()``.
+        sync: when ranks wait for each other.
+        seed: seed of the shuffle.
+        epoch: number of the epoch.
+        shuffle: ``False`` for the dataset's own order.
+        drop_last: leave out micro-batches with fewer samples.
+        pad_to_multiple_of: padded lengths are rounded up to it.
+
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: a number is below 1, lengths that cannot be, or `drop_last` leaves nothing.
+
+    Example:
+        >>> plain = summarize_plain([3, 5, 9, 2], batch_size=2, num_ranks=1, shuffle=False)
+        >>> plain.padded_tokens, plain.num_steps
+        (28, 2)
+    """
+    check_choice("sync", sync, ("micro_batch", "step"))
+    lengths = validate_lengths(lengths)
+    batch_size = check_positive_int("batch_size", batch_size)
+    num_ranks = check_positive_int("num_ranks", num_ranks)
+    num_slots = check_positive_int("num_slots", num_slots)
+    multiple = check_positive_int("pad_to_multiple_of", pad_to_multiple_of)
+    order = EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle).slice(0, len(lengths))
+    per_rank = -(-len(lengths) // num_ranks)
+    if drop_last:
+        per_rank = len(lengths) // (num_ranks * batch_size) * batch_size
+        if per_rank == 0:
+            raise ValueError(
+                f"drop_last=True leaves no full micro-batch: {len(lengths)} samples are fewer than "
+                f"batch_size * num_ranks = {batch_size * num_ranks}"
+            )
+    places = np.arange(per_rank * num_ranks)
+    is_copy = (places >= len(lengths)).reshape(per_rank, num_ranks)
+    served = lengths[order[places % len(lengths)]].reshape(per_rank, num_ranks)
+    starts = np.arange(0, per_rank, batch_size)
+    num_run = np.broadcast_to(np.diff(starts, append=per_rank)[:, None], (len(starts), num_ranks))
+    padded = -(-np.maximum.reduceat(served, starts) // multiple) * multiple
+    num_slots_per_step = np.diff(np.arange(0, len(starts), num_slots), append=len(starts))
+    return _summarize(
+        _Epoch(
+            counts=num_run - np.add.reduceat(is_copy, starts, dtype=np.int64),
+            num_run=num_run,
+            padded_lengths=padded,
+            real_tokens=np.add.reduceat(np.where(is_copy, 0, served), starts),
+            costs=prepare_cost(cost, padded.ravel(), max_count=batch_size)(num_run, padded),
+            num_slots_per_step=num_slots_per_step,
+        ),
+        useful_cost=_useful_cost(served[~is_copy], cost),
+        sync=sync,
+    )
+
+
+def modelled_speed_up(planned: PlanSummary, plain: PlanSummary) -> float:
+    """How many times more samples the plan serves in the same modelled time.
+
+    Example:
+        >>> plain = summarize_plain([3, 5, 9, 2], batch_size=2, num_ranks=1)
+        >>> modelled_speed_up(plain, plain)
+        1.0
+    """
+    return (planned.num_samples / planned.modelled_time) / (plain.num_samples / plain.modelled_time)
+
+
+def comparison_rows(planned: PlanSummary, plain: PlanSummary) -> list[Row]:
+    """Return the figures of a plan beside those of plain batches, in the order of a table.
+
+    Example:
+        >>> plain = summarize_plain([3, 5, 9, 2], batch_size=2, num_ranks=1)
+        >>> comparison_rows(plain, plain)[0].label
+        'pad efficiency'
+    """
+    figures: list[tuple[str, Unit, str]] = [
+        ("pad efficiency", "percent", "pad_efficiency"),
+        ("cost spread", "percent", "cost_spread"),
+        ("slot efficiency", "percent", "slot_efficiency"),
+        ("model efficiency", "percent", "model_efficiency"),
+        ("modelled time", "cost", "modelled_time"),
+        ("largest micro-batch", "tokens", "largest_micro_batch"),
+        ("padded tokens", "tokens", "padded_tokens"),
+        ("samples", "count", "num_samples"),
+        ("optimizer steps", "count", "num_steps"),
+        ("micro-batches per rank", "count", "num_micro_batches"),
+        ("fillers", "count", "num_fillers"),
+        ("shapes", "count", "num_shapes"),
+    ]
+    rows = [
+        Row(label=label, unit=unit, planned=getattr(planned, name), plain=getattr(plain, name))
+        for label, unit, name in figures
+    ]
+    speed_up = Row(label="modelled speed-up", unit="factor", planned=modelled_speed_up(planned, plain), plain=1.0)
+    return [*rows[:5], speed_up, *rows[5:]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Epoch:
+    """Micro-batches of an epoch: arrays of shape ``(num_slots of all steps, num_ranks)``."""
+
+    counts: NDArray[np.int64]
+    num_run: NDArray[np.int64]
+    padded_lengths: NDArray[np.int64]
+    real_tokens: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    num_slots_per_step: NDArray[np.int64]
+
+
+def _summarize(epoch: _Epoch, *, useful_cost: float, sync: str) -> PlanSummary:
+    num_ranks = epoch.costs.shape[1]
+    padded_tokens = epoch.num_run * epoch.padded_lengths
+    first_slots = np.cumsum(epoch.num_slots_per_step) - epoch.num_slots_per_step
+    synchronised = epoch.costs if sync == "micro_batch" else np.add.reduceat(epoch.costs, first_slots)
+    time = float(synchronised.max(axis=1).sum())
+    shapes = epoch.num_run * (int(epoch.padded_lengths.max()) + 1) + epoch.padded_lengths
+    return PlanSummary(
+        num_ranks=num_ranks,
+        num_steps=len(epoch.num_slots_per_step),
+        num_micro_batches=len(epoch.costs),
+        num_samples=int(epoch.counts.sum()),
+        num_fillers=int((epoch.counts == 0).sum()),
+        num_shapes=len(np.unique(shapes)),
+        num_padded_lengths=len(np.unique(epoch.padded_lengths)),
+        real_tokens=int(epoch.real_tokens.sum()),
+        padded_tokens=int(padded_tokens.sum()),
+        largest_micro_batch=int(padded_tokens.max()),
+        modelled_time=time,
+        pad_efficiency=pad_efficiency(epoch.real_tokens, padded_tokens),
+        cost_spread=cost_spread(synchronised),
+        slot_efficiency=slot_efficiency(synchronised),
+        model_efficiency=model_efficiency(useful_cost, time, num_ranks),
+    )
+
+
+def _useful_cost(lengths: NDArray[np.int64], cost: CostFunction | None) -> float:
+    unique, counts = np.unique(lengths, return_counts=True)
+    return float(np.dot(counts, prepare_cost(cost, unique, max_count=1)(1, unique)))
