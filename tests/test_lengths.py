@@ -103,6 +103,9 @@ def scanned(dataset: Any, lengths: Any = None, **options: Any) -> list[int]:
         pa.chunked_array([LENGTHS[:30], LENGTHS[30:]]),
         pd.Series(LENGTHS, index=range(7, 107)),
         hf.Dataset.from_dict({"n": LENGTHS})["n"],
+        hf.Dataset.from_dict({"n": LENGTHS}).with_format("torch")["n"],
+        hf.Dataset.from_dict({"n": LENGTHS}).with_format("arrow")["n"],
+        hf.Dataset.from_dict({"n": LENGTHS}).with_format("pandas")["n"],
     ],
     ids=lambda given: type(given).__name__,
 )
@@ -496,9 +499,13 @@ def test_an_iterable_dataset_is_refused_by_name(dataset: Any, lengths: Any) -> N
         is_scan_needed(dataset, lengths)
 
 
-def test_datasets_without_length_or_items_and_empty_ones_are_refused() -> None:
+def test_what_is_no_single_indexable_dataset_is_refused() -> None:
     with pytest.raises(TypeError, match=r"lengths need a dataset with a length, but len\(generator\) fails"):
         resolve_lengths(x for x in "abc")
+    with pytest.raises(
+        TypeError, match=r"lengths need one dataset, got a DatasetDict with the entries 'train', 'test'"
+    ):
+        resolve_lengths(hf.DatasetDict(train=huggingface(), test=huggingface()))
     with pytest.raises(TypeError, match=r"lengths need a dataset with __getitem__, got set"):
         resolve_lengths({1, 2})
     with pytest.raises(ValueError, match=r"lengths is empty"):

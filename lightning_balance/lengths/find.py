@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -47,7 +47,7 @@ def count_samples(dataset: Any) -> int:
     """Return ``len(dataset)`` of a map-style dataset.
 
     Raises:
-        TypeError: the dataset is an IterableDataset, or has no length or no ``__getitem__``.
+        TypeError: the dataset is an IterableDataset or a mapping of datasets, or has no length or no ``__getitem__``.
 
     Example:
         >>> count_samples("abc")
@@ -55,6 +55,9 @@ def count_samples(dataset: Any) -> int:
     """
     name = type(dataset).__name__
     way_out = "use a map-style dataset with __len__ and __getitem__ (Hugging Face: load it without streaming)"
+    if isinstance(dataset, Mapping):
+        listed = ", ".join(repr(key) for key in list(dataset)[:5])
+        raise TypeError(f"lengths need one dataset, got a {name} with the entries {listed}; pass one of them")
     if isinstance(dataset, IterableDataset):
         raise TypeError(f"lengths of an IterableDataset ({name}) cannot be known before it is read; {way_out}")
     try:

@@ -22,13 +22,16 @@ class Source(Protocol):
     @property
     def origin(self) -> str:
         """The place in words, for errors; empty for the argument itself."""
+        ...
 
     @property
     def num_scanned(self) -> int:
         """Samples that are read one by one."""
+        ...
 
     def read(self, scan: Scan) -> NDArray[Any]:
         """Return one number per sample; their values are not checked yet."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,11 @@ def as_array(lengths: Any) -> Any:
     if isinstance(lengths, Tensor):
         lengths = lengths.detach().cpu()
         return (lengths.double() if lengths.is_floating_point() else lengths).numpy()  # numpy has no bfloat16
-    if isinstance(lengths, Sequence) and not isinstance(lengths, (str, bytes)):
-        # Also a sequence of scalar tensors, and the lazy columns of Hugging Face datasets.
-        return [entry.item() if isinstance(entry, Tensor) and entry.ndim == 0 else entry for entry in lengths]
-    return lengths
+    if not isinstance(lengths, Sequence) or isinstance(lengths, (str, bytes)):
+        return lengths
+    entries = lengths[:]  # a lazy column of a Hugging Face dataset is read at once, not row by row
+    if isinstance(entries, Tensor):
+        return as_array(entries)
+    if len(entries) and isinstance(entries[0], Tensor):
+        return [entry.item() if isinstance(entry, Tensor) and entry.ndim == 0 else entry for entry in entries]
+    return entries
