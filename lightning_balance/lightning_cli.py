@@ -36,11 +36,12 @@ class BalanceCLI(LightningCLI):
             return
         if num_processes < 1:
             raise ValueError(f"num_cpu_processes must be at least 1, or null for one process, got {num_processes}")
-        if config.trainer.devices == "auto" and _runs_on_cpu(config.trainer.accelerator):
+        if config.trainer.devices == "auto" and runs_on_cpu(config.trainer.accelerator):
             config.trainer.devices = num_processes
 
 
-def _runs_on_cpu(accelerator: Any) -> bool:
+def runs_on_cpu(accelerator: Any) -> bool:
+    """Whether the trainer's `accelerator` argument means the CPU on this machine."""
     if accelerator == "auto":
         return not any(other.is_available() for other in (CUDAAccelerator, MPSAccelerator, XLAAccelerator))
     return accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)

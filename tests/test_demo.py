@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import SGD
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from lightning_balance.demo import CausalLM, FunctionsDataModule, PadCollator, TokenDataset, byte_tokens, find_functions
 from lightning_balance.demo.data import encode
 from tests.distributed import run_ranks
+from tests.tiny_models import save_tiny_llama
 
 SMALL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2}
 
@@ -32,19 +33,6 @@ def source_root(tmp_path):
     (root / "latin.py").write_bytes("# coding: latin-1\ndef l(): return 'é'\n".encode("latin-1"))
     (root / "tests" / "t.py").write_text("def in_a_test(): ...\n")
     return root
-
-
-def save_tiny_llama(folder, vocab_size=100):
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def batch_of(*lengths):

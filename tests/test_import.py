@@ -13,8 +13,20 @@ PACKAGE = Path(lightning_balance.__file__).parent
 
 # A module that is not listed belongs to layer 2, which may import everything. A folder stands for all modules in it.
 LAYERS = {
-    0: ("cost", "efficiency", "epoch", "lookahead", "partition", "plan", "report", "schedule", "shuffle", "validation"),
-    1: ("lengths", "memory", "metrics", "sampler", "settings"),
+    0: (
+        "cost",
+        "efficiency",
+        "epoch",
+        "lookahead",
+        "partition",
+        "plan",
+        "report",
+        "schedule",
+        "settings",
+        "shuffle",
+        "validation",
+    ),
+    1: ("lengths", "memory", "metrics", "sampler"),
 }
 FOREIGN_TO = {
     0: ("torch", "lightning", "torchmetrics", "transformers", "datasets"),
