@@ -19,8 +19,9 @@ from lightning_balance.efficiency import (
     slot_efficiency,
 )
 
-COSTS = arrays(np.float64, array_shapes(min_dims=1, max_dims=3, max_side=6), elements=st.floats(0, 1e6))
-STEP_COSTS = arrays(np.float64, array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.floats(0, 1e6))
+COST = st.just(0.0) | st.floats(1e-6, 1e6)  # a mean of subnormal numbers may underflow to 0
+COSTS = arrays(np.float64, array_shapes(min_dims=1, max_dims=3, max_side=6), elements=COST)
+STEP_COSTS = arrays(np.float64, array_shapes(min_dims=2, max_dims=2, max_side=6), elements=COST)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_spread_and_slot_efficiency_of_tiny_cases(costs: npt.ArrayLike, spread: 
 
 
 @given(COSTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_spread_and_slot_efficiency_stay_in_their_bounds(costs: npt.NDArray[np.float64]) -> None:
     num_ranks = costs.shape[-1]
     assert 0 <= cost_spread(costs) <= num_ranks * (1 + 1e-9)
@@ -64,7 +65,7 @@ def test_spread_and_slot_efficiency_stay_in_their_bounds(costs: npt.NDArray[np.f
 
 
 @given(COSTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_neither_the_order_of_ranks_nor_the_unit_matters(costs: npt.NDArray[np.float64]) -> None:
     for figure in (cost_spread, slot_efficiency):
         assert figure(costs[..., ::-1]) == pytest.approx(figure(costs))
@@ -79,7 +80,7 @@ def test_no_synchronisation_gives_nan(figure: object) -> None:
 
 
 @given(STEP_COSTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_waiting_once_is_never_slower_than_waiting_in_every_slot(costs: npt.NDArray[np.float64]) -> None:
     once, always = modelled_time(costs, "step"), modelled_time(costs, "micro_batch")
     assert costs.sum(axis=0).mean() <= once * (1 + 1e-9) <= always * (1 + 1e-9) + 1e-300
