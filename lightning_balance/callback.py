@@ -173,7 +173,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""
         if self._monitor is not None:
-            pl_module.log_dict(self._monitor.epoch_values(), on_step=False, on_epoch=True, batch_size=1)
+            # The values are the same on all ranks already; sync_dist only spares the user Lightning's warning.
+            values = self._monitor.epoch_values()
+            pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
     def _warn_of_ignored_labels(self, batch: Any) -> None:
         labels = find_labels(batch, self.settings.label_key)
