@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import inf, isfinite
 from typing import Any
@@ -15,7 +15,7 @@ CostFunction = Callable[[Any, Any], Any]
 """``cost(num_samples, padded_length) -> cost``: on numpy arrays element by element, or on single numbers only."""
 
 # Costs are compared after different roundings; a relative step of 1e-12 is far above those and far below any real gap.
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +122,46 @@ def _fit_non_negative(columns: NDArray[np.float64], time: NDArray[np.float64]) -
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PreparedCost:
-    """A checked cost, ready for planning: vectorised, with its inverse. Made by :func:`prepare_cost`."""
+    """A checked cost, ready for planning: vectorised, with its inverse. Made by :func:`prepare_cost`.
+
+    Attributes:
+        function: the cost; works on arrays.
+        max_count: the largest number of samples in a micro-batch.
+        max_tokens: the cap on padded tokens of a micro-batch, where there is one; it only saves evaluations.
+    """
 
     function: CostFunction
     max_count: int
+    max_tokens: int | None = None
+    _rows: dict[int, NDArray[np.float64]] = field(default_factory=dict, repr=False)
 
     def __call__(self, num_samples: ArrayLike, padded_length: ArrayLike) -> NDArray[np.float64]:
         """Return costs as a float64 array of the broadcast shape."""
+        if isinstance(self.function, CostModel):
+            return np.asarray(self.function.cost(num_samples, padded_length))
         count, length = np.broadcast_arrays(num_samples, padded_length)
         return np.asarray(self.function(count, length), dtype=np.float64)
+
+    @property
+    def linear(self) -> CostModel | None:
+        """The model where the cost is ``intercept + n * unit(L)``, whose inverse needs no search."""
+        return self.function if isinstance(self.function, CostModel) else None
+
+    def row(self, padded_length: int) -> NDArray[np.float64]:
+        """Return the costs of 1, 2, ... samples of a padded length, as many as a micro-batch may hold; kept.
+
+        Raises:
+            ValueError: the cost falls somewhere between the points that were checked at first.
+        """
+        if padded_length not in self._rows:
+            largest = self.max_count
+            if self.max_tokens is not None:
+                largest = min(largest, max(self.max_tokens // padded_length, 1))
+            counts = np.arange(1, largest + 1)
+            costs = self(counts, padded_length)
+            check_values(costs[:, None], counts, np.array([padded_length]))
+            self._rows[padded_length] = costs
+        return self._rows[padded_length]
 
     def largest_counts(self, bounds: NDArray[np.float64], padded_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the largest number of samples whose cost stays within each bound; 0 where not even one does.
@@ -140,40 +171,36 @@ class PreparedCost:
             padded_lengths: lengths, of shape ``(num_lengths,)``.
 
         Returns:
-            Counts of shape ``(num_bounds, num_lengths)``, at most ``max_count``.
+            Counts of shape ``(num_bounds, num_lengths)``, at most ``max_count`` and what ``max_tokens`` allows a
+            :class:`CostModel` excepted.
         """
-        if isinstance(self.function, CostModel):
-            unit = self.function.cost(1, padded_lengths) - self.function.intercept
-            room = (bounds - self.function.intercept) * (1 + _ROUNDING)
-            counts = np.minimum(room[:, None] / unit + _ROUNDING, self.max_count)
-            return np.maximum(counts, 0).astype(np.int64)
+        model = self.linear
+        if model is not None:
+            room = np.maximum(bounds * (1 + ROUNDING) - model.intercept, 0.0)
+            counts = room[:, None] / (model.cost(1, padded_lengths) - model.intercept)
+            return np.minimum(counts, self.max_count, out=counts).astype(np.int64)
         unique, inverse = np.unique(padded_lengths, return_inverse=True)
-        return self._bisect(bounds, unique)[:, inverse]
-
-    def _bisect(self, bounds: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        limit = (bounds * (1 + _ROUNDING))[:, None]
-        low = np.zeros((len(bounds), len(lengths)), dtype=np.int64)
-        high = np.full_like(low, self.max_count)
-        for _ in range(self.max_count.bit_length()):
-            middle = (low + high + 1) // 2
-            fits = self(np.maximum(middle, 1), lengths) <= limit
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-            high = np.maximum(high, low)
-        return low
+        limits = bounds * (1 + ROUNDING)
+        table = [np.searchsorted(self.row(length), limits, side="right") for length in unique.tolist()]
+        return np.stack(table, axis=1)[:, inverse]
 
     def price_per_micro_batch(self, padded_length: int) -> float:
-        """Return what one more micro-batch costs by itself: the part of the cost that two samples in one batch save."""
-        single, double = self(np.array([1, 2]), padded_length)
-        return max(0.0, float(2 * single - double)) if 2 * single - double > 1e-9 * single else 0.0
+        """Return what one more micro-batch costs by itself: what two samples save by sharing one."""
+        single, double = self(np.array([1, 2]), padded_length).tolist()
+        saved = 2 * single - double
+        return saved if saved > 1e-9 * single else 0.0
 
 
-def prepare_cost(cost: CostFunction | None, padded_lengths: NDArray[np.int64], max_count: int) -> PreparedCost:
+def prepare_cost(
+    cost: CostFunction | None, padded_lengths: NDArray[np.int64], max_count: int, max_tokens: int | None = None
+) -> PreparedCost:
     """Check a cost on a sample of points and make it ready for planning.
 
     Args:
         cost: a :class:`CostModel`, a callable of ``(num_samples, padded_length)``, or None for ``CostModel()``.
         padded_lengths: the lengths that will occur.
         max_count: the largest number of samples in a micro-batch.
+        max_tokens: the cap on padded tokens of a micro-batch.
 
     Raises:
         TypeError: ``cost`` is not callable.
@@ -186,12 +213,13 @@ def prepare_cost(cost: CostFunction | None, padded_lengths: NDArray[np.int64], m
     if cost is None:
         cost = CostModel()
     if isinstance(cost, CostModel):
-        return PreparedCost(function=cost, max_count=max_count)
+        return PreparedCost(function=cost, max_count=max_count, max_tokens=max_tokens)
     if not callable(cost):
-        raise TypeError(f"cost must be callable as cost(num_samples, padded_length), got {cost!r}.")
+        raise TypeError(f"cost must be callable as cost(num_samples, padded_length), got {cost!r}")
     counts, lengths = probe_points(padded_lengths, max_count)
-    prepared = PreparedCost(function=_vectorised(cost, counts, lengths), max_count=max_count)
-    _check_values(prepared(counts[:, None], lengths[None, :]), counts, lengths)
+    function = _vectorised(cost, counts, lengths)
+    prepared = PreparedCost(function=function, max_count=max_count, max_tokens=max_tokens)
+    check_values(prepared(counts[:, None], lengths[None, :]), counts, lengths)
     return prepared
 
 
@@ -222,7 +250,12 @@ def _vectorised(cost: CostFunction, counts: NDArray[np.int64], lengths: NDArray[
     return cost if np.isclose(values[-1, -1], corner, equal_nan=True) else one_by_one
 
 
-def _check_values(values: NDArray[np.float64], counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+def check_values(values: NDArray[np.float64], counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    """Check costs of shape ``(num_counts, num_lengths)``.
+
+    Raises:
+        ValueError: a cost is negative or not finite, or falls where samples or length grow; with the counter-example.
+    """
     bad = ~(np.isfinite(values) & (values >= 0))
     if bad.any():
         row, column = np.argwhere(bad)[0]
@@ -230,9 +263,8 @@ def _check_values(values: NDArray[np.float64], counts: NDArray[np.int64], length
             "cost must be finite and not negative, "
             f"but cost({counts[row]}, {lengths[column]}) is {values[row, column]}."
         )
-    slack = _ROUNDING * np.abs(values).max()
     for axis, what in ((0, "num_samples"), (1, "padded_length")):
-        falls = np.argwhere(np.diff(values, axis=axis) < -slack)
+        falls = np.argwhere(np.diff(values, axis=axis) < -ROUNDING * values.max(initial=0))
         if len(falls):
             row, column = falls[0]
             next_row, next_column = (row + 1, column) if axis == 0 else (row, column + 1)

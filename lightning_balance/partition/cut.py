@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_balance.partition.greedy import greedy_starts, split_groups
+from lightning_balance.partition.exhaustive import best_for_slots, best_for_step, is_small
+from lightning_balance.partition.polish import polish_slots
 from lightning_balance.partition.problem import Problem
+from lightning_balance.partition.ranks import balance_ranks
+from lightning_balance.partition.slots import cut_slots
 
 FILLER = -1
 
@@ -27,27 +30,55 @@ class Cut:
 
 
 def cut(problem: Problem, num_slots: int, sync: str) -> Cut:
-    """Cut into ``num_slots * num_ranks`` groups and deal them, for the least modelled time."""
+    """Cut into ``num_slots * num_ranks`` groups and deal them, for the least modelled time.
+
+    Fewer samples than groups become a group each, and the other places fillers: copies of the shortest sample.
+
+    Args:
+        problem: sorted samples, cost and cap; the cap must allow so many groups.
+        num_slots: groups per rank.
+        sync: ``"micro_batch"``: least sum over slots of the slowest rank; ``"step"``: least sum of the slowest rank.
+    """
     num_groups = num_slots * problem.num_ranks
-    low, high = 0.0, float(problem.group_costs(np.array([0, len(problem.padded)])).max())
-    best = greedy_starts(
-        np.append(
-            np.minimum(np.arange(len(problem.padded)) + problem.largest, len(problem.padded)), len(problem.padded)
-        )
-    )
-    for _ in range(40):
-        middle = (low + high) / 2
-        ends = problem.ends_within(np.array([middle]))[0]
-        if ends[0] == 0:
-            low = middle
-            continue
-        starts = greedy_starts(ends)
-        if len(starts) - 1 <= num_groups:
-            best, high = starts, middle
-        else:
-            low = middle
-    starts = split_groups(best, problem.padded, num_groups)
+    if problem.num_samples <= num_groups:
+        starts = np.arange(problem.num_samples + 1)
+        return _with_fillers(problem, starts, num_slots, sync)
+    if sync == "step" and num_slots > 1:
+        starts, deal = _cut_for_step(problem, num_slots)
+        return Cut(starts=starts, deal=deal)
+    if is_small(problem, num_groups, "micro_batch"):
+        starts = best_for_slots(problem, num_groups)
+    else:
+        starts = polish_slots(problem, cut_slots(problem, num_slots), num_slots)
+    return Cut(starts=starts, deal=deal_by_cost(problem.group_costs(starts), problem.num_ranks))
+
+
+def deal_by_cost(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
+    """Deal groups to slots by cost, heaviest first: for given groups the least sum over slots of the slowest rank.
+
+    >>> deal_by_cost(np.array([1.0, 4.0, 3.0, 2.0]), num_ranks=2)
+    array([[1, 2],
+           [3, 0]])
+    """
+    return np.argsort(-costs, kind="stable").reshape(-1, num_ranks)
+
+
+def _cut_for_step(problem: Problem, num_slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    num_groups = num_slots * problem.num_ranks
+    if is_small(problem, num_groups, "step"):
+        return best_for_step(problem, num_groups)
+    starts = polish_slots(problem, cut_slots(problem, num_slots), num_slots)
+    return balance_ranks(problem, starts, num_slots)[:2]
+
+
+def _with_fillers(problem: Problem, starts: NDArray[np.int64], num_slots: int, sync: str) -> Cut:
+    num_groups = num_slots * problem.num_ranks
     costs = problem.group_costs(starts)
-    deal = np.full(num_groups, FILLER, dtype=np.int64)
-    deal[: len(costs)] = np.argsort(-costs, kind="stable")
-    return Cut(starts=starts, deal=deal.reshape(num_slots, problem.num_ranks))
+    with_copies = np.concatenate([costs, np.full(num_groups - len(costs), costs[-1])])
+    if sync == "step":
+        from lightning_balance.partition.ranks import assign
+
+        deal = assign(with_copies, problem.num_ranks)
+    else:
+        deal = deal_by_cost(with_copies, problem.num_ranks)
+    return Cut(starts=starts, deal=np.where(deal < len(costs), deal, FILLER))

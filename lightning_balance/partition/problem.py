@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_balance.cost import PreparedCost
+from lightning_balance.cost import ROUNDING, PreparedCost
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +33,32 @@ class Problem:
     largest: NDArray[np.int64]
     num_ranks: int
 
+    @property
+    def num_samples(self) -> int:
+        """Samples to cut."""
+        return len(self.padded)
+
+    @cached_property
+    def single_costs(self) -> NDArray[np.float64]:
+        """Cost of each sample in a group of its own."""
+        return self.cost(1, self.padded)
+
+    @cached_property
+    def work(self) -> NDArray[np.float64]:
+        """Cost of the samples before each position if none were padded and groups had no price of their own."""
+        return np.concatenate([[0.0], np.cumsum(self.single_costs - self.price)])
+
+    @cached_property
+    def price(self) -> float:
+        """What one more group costs by itself, with the shortest sample."""
+        return self.cost.price_per_micro_batch(int(self.padded[-1]))
+
+    @cached_property
+    def enough(self) -> float:
+        """A bound under which only the cap limits groups."""
+        counts = np.minimum(self.largest, np.arange(self.num_samples, 0, -1))
+        return float(self.cost(counts, self.padded).max())
+
     def group_costs(self, starts: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the cost of each group ``[starts[g], starts[g + 1])``; the last entry of ``starts`` is an end."""
         return self.cost(np.diff(starts), self.padded[starts[:-1]])
@@ -38,14 +67,71 @@ class Problem:
         """Return the farthest end of a group from every start, for every cost bound.
 
         Returns:
-            Array of shape ``(num_bounds, num_samples + 1)``; a start whose sample alone exceeds the bound stays where it
-            is, and so does the end of the list. Strictly increasing along the last axis up to the end of the list.
+            Array of shape ``(num_bounds, num_samples + 1)``. A start whose sample alone is above the bound stays where it
+            is, and so does the end of the list; each row increases strictly until it reaches the end.
         """
-        num_samples = len(self.padded)
-        counts = np.minimum(self.cost.largest_counts(bounds, self.padded), self.largest)
-        ends = np.full((len(bounds), num_samples + 1), num_samples, dtype=np.int64)
-        np.minimum(counts + np.arange(num_samples), num_samples, out=ends[:, :-1])
+        ends = np.full((len(bounds), self.num_samples + 1), self.num_samples, dtype=np.int64)
+        counts = self.cost.largest_counts(bounds, self.padded)
+        np.minimum(counts, self.largest, out=counts)
+        counts += np.arange(self.num_samples)
+        np.minimum(counts, self.num_samples, out=ends[:, :-1])
         return ends
+
+    def fill(self, begin: int, end: int, bound: float, num_groups: int) -> list[int]:
+        """Fill at most ``num_groups`` groups with the samples ``[begin, end)`` as far as ``bound`` allows.
+
+        Returns:
+            Starts of the groups, then where the last one ends; no group where the first sample alone is above the bound.
+        """
+        if begin == end or self.single_costs[begin] > bound * (1 + ROUNDING):
+            return [begin]
+        model = self.cost.linear
+        if model is None:
+            return self._fill_by_rows(begin, end, bound * (1 + ROUNDING), num_groups)
+        room = bound * (1 + ROUNDING) - model.intercept
+        units, largest, starts, position = self._units, self._largest, [begin], begin
+        for _ in range(num_groups):
+            count = int(room / units[position])
+            position += count if count < largest[position] else largest[position]
+            if position >= end:
+                starts.append(end)
+                break
+            starts.append(position)
+        return starts
+
+    def _fill_by_rows(self, begin: int, end: int, limit: float, num_groups: int) -> list[int]:
+        rows, largest, starts, position = self._rows, self._largest, [begin], begin
+        for _ in range(num_groups):
+            position += min(bisect_right(rows[position], limit), largest[position])
+            if position >= end:
+                starts.append(end)
+                break
+            starts.append(position)
+        return starts
+
+    def bounds_of(self, starts: list[int], end: int) -> tuple[float, float]:
+        """Return the cost of the worst group of a fill, and the smallest bound that changes the fill."""
+        edges = np.array(starts)
+        first, counts = edges[:-1], np.diff(edges)
+        costs = self.cost(counts, self.padded[first])
+        most = np.minimum(self.largest[first], end - first)
+        larger = np.where(counts < most, self.cost(np.minimum(counts + 1, most), self.padded[first]), inf)
+        return float(costs.max()), float(larger.min())
+
+    @cached_property
+    def _largest(self) -> list[int]:
+        return self.largest.tolist()
+
+    @cached_property
+    def _units(self) -> list[float]:
+        model = self.cost.linear
+        assert model is not None
+        return (self.single_costs - model.intercept).tolist()
+
+    @cached_property
+    def _rows(self) -> list[list[float]]:
+        known = {length: self.cost.row(length).tolist() for length in np.unique(self.padded).tolist()}
+        return [known[length] for length in self.padded.tolist()]
 
 
 def make_problem(padded: NDArray[np.int64], cost: PreparedCost, max_tokens: int | None, num_ranks: int) -> Problem:
