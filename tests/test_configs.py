@@ -1,4 +1,4 @@
-"""Every file in configs/ trains for two steps from the command line, on two processes; a saved config.yaml repeats it."""
+"""Every file in configs/ trains for two steps on two processes, started by the command; a saved one repeats its run."""
 
 import csv
 import math
