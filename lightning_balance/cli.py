@@ -16,6 +16,7 @@ commands:
 lightning-balance COMMAND --help shows the options of a command.
 """
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = ("plan", *_TRAINER_COMMANDS)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -34,5 +35,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
         BalanceCLI(args=None if args is None else words)
     else:
-        known = ", ".join(("plan", *_TRAINER_COMMANDS))
-        sys.exit(f"lightning-balance has no command {words[0]!r}: use one of {known}, or --help")
+        sys.exit(f"lightning-balance has no command {words[0]!r}: use one of {', '.join(COMMANDS)}, or --help")

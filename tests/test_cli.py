@@ -13,7 +13,8 @@ DEMO = str(REPOSITORY / "configs" / "demo.yaml")
 
 
 @pytest.fixture(autouse=True)
-def no_arguments(monkeypatch):
+def clean_process(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # LightningCLI saves its config where it runs
     # LightningCLI warns when it gets arguments while the process, here pytest, has some too.
     monkeypatch.setattr(sys, "argv", ["lightning-balance"])
 
