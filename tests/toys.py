@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -100,8 +100,8 @@ class ScalarModel(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def trainer(strategy: str = "single", num_ranks: int = 1, **arguments: Any) -> Trainer:
-    """A quiet CPU trainer; strategy is "single", "ddp" or "fsdp2"."""
+def trainer(strategy: str | Strategy = "single", num_ranks: int = 1, **arguments: Any) -> Trainer:
+    """A quiet CPU trainer; strategy is "single", "ddp", "fsdp2" or a strategy object."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": num_ranks,
@@ -113,6 +113,8 @@ def trainer(strategy: str = "single", num_ranks: int = 1, **arguments: Any) -> T
     }
     if strategy == "ddp":
         defaults["strategy"] = "ddp"
+    elif isinstance(strategy, Strategy):
+        defaults["strategy"] = strategy
     elif strategy == "fsdp2":
         defaults["strategy"] = ModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1)
     return Trainer(**{**defaults, **arguments})
