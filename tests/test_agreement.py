@@ -1,0 +1,119 @@
+"""What one rank cannot do, all ranks say; what ranks disagree about, all of them name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, gather_objects, on_every_rank
+from tests.distributed import run_ranks
+
+
+class OwnError(Exception):
+    """An error that other ranks cannot know by its name."""
+
+
+def raise_on(rank: int, error: Exception) -> int:
+    if int(os.environ["RANK"]) == rank:
+        raise error
+    return 7
+
+
+def outcome(attempt: Any) -> str:
+    try:
+        return repr(attempt())
+    except Exception as error:  # noqa: BLE001 - every kind is compared below
+        return f"{type(error).__name__}: {error}"
+
+
+def run_agreement() -> dict[str, str]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = {
+        "gather": outcome(lambda: gather_objects({"rank": rank})),
+        "all succeed": outcome(lambda: on_every_rank(lambda: rank)),
+        "rank 1 fails": outcome(lambda: on_every_rank(lambda: raise_on(1, ValueError("bad value 3")))),
+        "rank 0 fails": outcome(lambda: on_every_rank(lambda: raise_on(0, TypeError("bad type")))),
+        "own class": outcome(lambda: on_every_rank(lambda: raise_on(1, OwnError("odd")))),
+        "odd constructor": outcome(
+            lambda: on_every_rank(lambda: raise_on(1, UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")))
+        ),
+        "key error": outcome(lambda: on_every_rank(lambda: raise_on(0, KeyError("name")))),
+        "zero": outcome(lambda: from_rank_zero(lambda: f"computed on {rank}")),
+        "zero fails": outcome(lambda: from_rank_zero(lambda: raise_on(0, ValueError("rank 0 cannot")))),
+        "zero only": outcome(lambda: from_rank_zero(lambda: raise_on(1, ValueError("must not run on rank 1")))),
+        "array": outcome(lambda: from_rank_zero(lambda: np.arange(3))),
+        "equal": outcome(lambda: check_equal_on_ranks({"seed": 3, "n": None}, "do this")),
+        "differ": outcome(lambda: check_equal_on_ranks({"same": 1, "seed": rank}, "do this")),
+        "missing": outcome(lambda: check_equal_on_ranks({"seed": 1} if rank == 0 else {}, "do this")),
+    }
+    # Still in step after all these errors?
+    total = [None, None]
+    dist.all_gather_object(total, rank)
+    return {**found, "after": repr(total)}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, str]]:
+    return run_ranks(run_agreement, 2, timeout_s=60)
+
+
+def both(ranks: list[dict[str, str]], name: str) -> list[str]:
+    return [rank[name] for rank in ranks]
+
+
+def test_objects_come_in_rank_order(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "gather") == ["[{'rank': 0}, {'rank': 1}]"] * 2
+
+
+def test_each_rank_gets_its_own_result(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "all succeed") == ["0", "1"]
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_its_rank(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "rank 1 fails") == ["ValueError: rank 1 failed: bad value 3", "ValueError: bad value 3"]
+    assert both(ranks, "rank 0 fails") == ["TypeError: bad type", "TypeError: rank 0 failed: bad type"]
+
+
+def test_errors_of_unknown_classes_arrive_too(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "own class") == ["RuntimeError: rank 1 failed: odd", "OwnError: odd"]
+    assert both(ranks, "key error") == ["KeyError: 'name'", "KeyError: \"rank 0 failed: 'name'\""]
+
+
+def test_errors_whose_class_takes_other_arguments_arrive_too(ranks: list[dict[str, str]]) -> None:
+    first, second = both(ranks, "odd constructor")
+    assert first.startswith("RuntimeError: rank 1 failed: 'utf-8' codec can't decode")
+    assert second.startswith("UnicodeDecodeError: 'utf-8' codec can't decode")
+
+
+def test_rank_zero_computes_for_all(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "zero") == ["'computed on 0'"] * 2
+    assert both(ranks, "zero only") == ["7", "7"]
+    assert both(ranks, "array") == ["array([0, 1, 2])"] * 2
+    assert both(ranks, "zero fails") == ["ValueError: rank 0 cannot", "ValueError: rank 0 failed: rank 0 cannot"]
+
+
+def test_what_differs_is_named_with_both_values_on_all_ranks(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "equal") == ["None", "None"]
+    sentence = "ValueError: seed differs between ranks: rank 0 has 0, rank 1 has 1; do this"
+    assert both(ranks, "differ") == [sentence] * 2
+    assert (
+        both(ranks, "missing") == ["ValueError: seed differs between ranks: rank 0 has 1, rank 1 has None; do this"] * 2
+    )
+
+
+def test_ranks_are_in_step_after_errors(ranks: list[dict[str, str]]) -> None:
+    assert both(ranks, "after") == ["[0, 1]"] * 2
+
+
+def test_a_single_process_needs_no_group() -> None:
+    assert gather_objects(3) == [3]
+    assert on_every_rank(lambda: 4) == 4
+    assert from_rank_zero(lambda: 5) == 5
+    check_equal_on_ranks({"seed": 1}, "do this")
+    with pytest.raises(OwnError):
+        on_every_rank(lambda: (_ for _ in ()).throw(OwnError()))

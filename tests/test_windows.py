@@ -1,0 +1,71 @@
+"""Windows of any length come out of Lightning's rule for one accumulation value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_balance.windows import average_window, batch_role
+
+
+def walk(windows: list[int]) -> tuple[list[int], list[int]]:
+    """Batches at which the loop's rule steps, and those before which gradients are zeroed, by it or by hand."""
+    steps, zeroed = [], []
+    batch = 0
+    for window in windows:
+        for slot in range(window):
+            role = batch_role(batch, slot, window)
+            if batch % role.accumulation == 0 or role.zero_grad:
+                zeroed.append(batch)
+            if (batch + 1) % role.accumulation == 0:
+                steps.append(batch)
+            batch += 1
+    return steps, zeroed
+
+
+def starts_and_ends(windows: list[int]) -> tuple[list[int], list[int]]:
+    ends = [end - 1 for end in itertools.accumulate(windows)]
+    return ends, [0, *(end + 1 for end in ends[:-1])]
+
+
+@pytest.mark.parametrize(
+    "windows", [[1], [2], [1, 1], [1, 2], [1, 3, 2, 5], [2, 2, 2], [5, 1, 1, 4], [1, 5, 1], [3, 1], [1, 1, 7]]
+)
+def test_steps_and_zeroing_fall_on_the_windows_ends_and_starts(windows: list[int]) -> None:
+    assert walk(windows) == starts_and_ends(windows)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_any_windows_are_possible(windows: list[int]) -> None:
+    assert walk(windows) == starts_and_ends(windows)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_gradients_are_zeroed_by_hand_in_one_place_only(windows: list[int]) -> None:
+    first_batches = [0, *itertools.accumulate(windows)][:-1]
+    by_hand = [b for b, n in zip(first_batches, windows, strict=True) if batch_role(b, 0, n).zero_grad]
+    assert by_hand == [b for b, n in zip(first_batches, windows, strict=True) if b == 1 and n > 1]
+
+
+@given(st.integers(0, 500), st.integers(1, 20), st.data())
+def test_the_accumulation_value_is_a_positive_int(batch: int, window: int, data: st.DataObject) -> None:
+    slot = data.draw(st.integers(0, min(window - 1, batch)))
+    assert batch_role(batch, slot, window).accumulation >= 1
+
+
+@pytest.mark.parametrize(("batch", "slot", "window"), [(3, 2, 2), (3, -1, 2), (0, 1, 2), (4, 0, 0)])
+def test_a_slot_outside_of_its_window_is_refused(batch: int, slot: int, window: int) -> None:
+    with pytest.raises(ValueError, match=f"slot must be in .*num_slots={window}.* got {slot}"):
+        batch_role(batch, slot, window)
+
+
+@given(st.integers(1, 10_000), st.data())
+def test_the_average_window_gives_the_number_of_windows(batches: int, data: st.DataObject) -> None:
+    windows = data.draw(st.integers(1, batches))
+    average = average_window(batches, windows)
+    assert math.ceil(batches / average) == windows
+    assert isinstance(average, int) or average.denominator > 1
