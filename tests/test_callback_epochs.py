@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_balance import BalanceCallback, BalancedBatchSampler, BalancedDataModuleMixin
@@ -173,6 +173,41 @@ def test_validation_intervals_follow_the_epochs_length(interval: float, validati
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_validation_by_the_clock_works() -> None:
+    model = fit(equal_samples([1] * 4), 2, max_epochs=2, val_check_interval="01:00:00:00")
+    assert model.num_batches_per_epoch() == [2, 2]
+    assert model.num_validations == 0
+
+
+def test_a_share_of_the_epochs_batches_holds_for_epochs_of_any_length() -> None:
+    # 0.4 of 3, 5 and 2 batches: 1, 2 and, as no epoch may be empty, at least 1.
+    data = equal_samples(TWO_SIXES)
+    model = fit(data, 1, max_epochs=3, options=THREE_FIVE_TWO, limit_train_batches=0.4)
+    assert model.num_batches_per_epoch() == [1, 2, 1]
+
+
+class FailsOnce(Seen):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise OSError("the machine is going down")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 9, "samples_per_step": 4}])
+def test_a_checkpoint_saved_by_a_failing_run_continues_behind_its_last_step(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    data = equal_samples(LONG_TAIL)
+    whole = fit(data, 2, options=options)
+    saver = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(OSError, match="going down"):
+        fit(data, 2, model=FailsOnce(), options=options, callbacks=[saver], enable_checkpointing=True)
+    resumed = fit(data, 2, options=options, ckpt_path=saver.ckpt_path)
+    # What was done before is done, what was not is done now: the same steps in all, each with its true gradient.
+    assert resumed.gradients == whole.gradients[-len(resumed.gradients) :]
+    assert resumed.trainer.global_step == len(whole.gradients)
+
+
 def test_shuffle_false_serves_the_datas_order_in_every_epoch(workers: int) -> None:
     model = fit(equal_samples([1] * 8), 2, max_epochs=2, loader_arguments={"shuffle": False, "num_workers": workers})
     steps = [[0, 1], [2, 3], [4, 5], [6, 7]]

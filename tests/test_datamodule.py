@@ -40,7 +40,7 @@ class Left(BalancedDataModuleMixin, LightningDataModule):
 
 class Right(LightningDataModule, BalancedDataModuleMixin):
     def __init__(self, batch_size: int = 2, **balance: Any) -> None:
-        LightningDataModule.__init__(self)
+        super().__init__()
         BalancedDataModuleMixin.__init__(self, **balance)
         self.save_hyperparameters()
         self.batch_size = batch_size
@@ -241,6 +241,24 @@ def test_the_mixins_state_is_saved_and_continued_without_a_callback_by_hand(tmp_
     assert whole.served[-len(model.served) :] == model.served
 
 
+class RightBySuper(LightningDataModule, BalancedDataModuleMixin):
+    """LightningDataModule.__init__ takes any arguments and drops them (PL#16206)."""
+
+    def __init__(self, **balance: Any) -> None:
+        super().__init__(**balance)
+
+    train_dataloader = Plain.train_dataloader
+    batch_size = 2
+
+
+def test_options_that_the_data_module_drops_are_not_lost_silently() -> None:
+    try:
+        data = RightBySuper(**OPTIONS)
+    except (TypeError, ValueError):
+        return
+    assert data.settings.max_tokens == 9
+
+
 def test_trainer_can_be_set_and_read_as_lightning_does() -> None:
     data = Left(**OPTIONS)
     assert data.trainer is None
@@ -265,7 +283,7 @@ def test_a_mixin_whose_constructor_was_skipped_says_so() -> None:
         train_dataloader = Plain.train_dataloader
         batch_size = 2
 
-    with pytest.raises(Exception, match="__init__"):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match="BalancedDataModuleMixin.__init__"):
         fit(Forgot())
 
 

@@ -1,0 +1,336 @@
+"""Each Lightning internal that the package uses still means what it meant; a failure here says which one moved."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from torch.utils.data import DataLoader
+
+import lightning_balance
+from lightning_balance import _lightning
+from tests.distributed import run_ranks
+from tests.toys import ScalarModel, equal_samples, loader, trainer
+
+
+class At(Callback):
+    """Calls functions in hooks and keeps what they return."""
+
+    def __init__(self, **hooks: Any) -> None:
+        self.found: dict[str, list[Any]] = {name: [] for name in hooks}
+        for name, function in hooks.items():
+            setattr(self, name, self._recorder(name, function))
+
+    def _recorder(self, name: str, function: Any) -> Any:
+        return lambda trainer, *arguments, **named: self.found[name].append(function(trainer))
+
+
+def fit(*callbacks: Callback, model: ScalarModel | None = None, num_samples: int = 6, **arguments: Any) -> ScalarModel:
+    model = model or ScalarModel()
+    own = {"limit_val_batches": 0, **arguments}
+    ckpt_path = own.pop("ckpt_path", None)
+    trainer(callbacks=list(callbacks), **own).fit(
+        model, loader(equal_samples([1] * num_samples), 1), ckpt_path=ckpt_path
+    )
+    return model
+
+
+# --- the training loader ----------------------------------------------------------------------------------------------
+
+
+class Asks(ScalarModel):
+    """Asks for the number of steps before training, which builds the loaders early."""
+
+    def configure_optimizers(self) -> Any:
+        self.asked = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(("model", "arguments", "num_requests"), [
+    (ScalarModel, {}, 1),
+    (Asks, {}, 1),
+    (ScalarModel, {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, 3),
+])  # fmt: skip
+def test_the_fit_loop_requests_its_loader_from_the_data_source(
+    model: type[ScalarModel], arguments: dict[str, Any], num_requests: int
+) -> None:
+    requested: list[Any] = []
+
+    def transform(original: Any) -> DataLoader[Any]:
+        requested.append(original)
+        return loader(equal_samples([1] * 2), 1)
+
+    seen = fit(
+        At(setup=lambda trainer: _lightning.intercept_train_dataloader(trainer, transform)), model=model(), **arguments
+    )
+    assert len(requested) == num_requests, "fit_loop._data_source.dataloader() is not what the loop calls any more"
+    assert all(isinstance(original, DataLoader) and len(original) == 6 for original in requested)
+    assert len(seen.served) == 2 * arguments.get("max_epochs", 1)
+
+
+def test_a_released_data_source_is_the_trainers_own_again() -> None:
+    run = trainer()
+    _lightning.release_train_dataloader(run)  # nothing to undo is no error
+    _lightning.intercept_train_dataloader(run, lambda original: pytest.fail("was released"))
+    _lightning.release_train_dataloader(run)
+    model = ScalarModel()
+    run.fit(model, loader(equal_samples([1] * 3), 1))
+    assert len(model.served) == 3
+
+
+def test_a_forgotten_loader_is_requested_again() -> None:
+    requested: list[Any] = []
+
+    def transform(original: Any) -> DataLoader[Any]:
+        requested.append(original)
+        return original
+
+    class Forgets(Asks):
+        def on_fit_start(self) -> None:  # after configure_optimizers
+            _lightning.forget_train_dataloader(self.trainer)
+
+    fit(At(setup=lambda trainer: _lightning.intercept_train_dataloader(trainer, transform)), model=Forgets())
+    assert len(requested) == 2, "fit_loop._combined_loader = None does not make setup_data() build the loader again"
+
+
+# --- the epoch's length -----------------------------------------------------------------------------------------------
+
+
+class CountsBatches(ScalarModel):
+    def on_train_epoch_start(self) -> None:
+        # In place of a loader whose length changes: 2, then 4 of its 6 batches.
+        _lightning.set_epoch_length(self.trainer, 2 + 2 * self.trainer.current_epoch)
+
+
+def test_the_length_set_at_an_epochs_start_is_the_one_that_runs_and_validates() -> None:
+    model = CountsBatches()
+    trainer(max_epochs=3, num_sanity_val_steps=0).fit(
+        model, loader(equal_samples([1] * 6), 1), loader(equal_samples([1]), 1)
+    )
+    assert [model.epochs.count(epoch) for epoch in range(3)] == [2, 4, 6], "max_batches or the loader's limits moved"
+    assert model.num_validations == 3, "val_check_batch moved"
+
+
+@pytest.mark.parametrize(("interval", "validations"), [(0.5, 2 + 2 + 2), (1.0, 3), (2, 1 + 2 + 3)])
+def test_the_validation_interval_follows_the_length(interval: float, validations: int) -> None:
+    model = CountsBatches()
+    trainer(max_epochs=3, num_sanity_val_steps=0, val_check_interval=interval).fit(
+        model, loader(equal_samples([1] * 6), 1), loader(equal_samples([1]), 1)
+    )
+    assert model.num_validations == validations
+
+
+def test_time_based_validation_is_left_alone() -> None:
+    model = CountsBatches()
+    trainer(max_epochs=1, num_sanity_val_steps=0, val_check_interval="01:00:00:00").fit(
+        model, loader(equal_samples([1] * 6), 1), loader(equal_samples([1]), 1)
+    )
+    assert model.trainer.val_check_batch is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, 10), (0.25, 2), (3, 3), (30, 10), (0, 0), (0.0, 0)])
+def test_limits_are_those_of_the_loop(limit: float, expected: int) -> None:
+    assert _lightning.limited_num_batches(trainer(limit_train_batches=limit), 10) == expected
+    if expected:
+        assert len(fit(num_samples=10, limit_train_batches=limit).served) == expected
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_iterator_can_be_restarted_before_the_first_batch() -> None:
+    class Order(list[int]):
+        """A sampler that serves what it holds when it is asked."""
+
+    order = Order([0, 1, 2])
+    data = equal_samples([1] * 6)
+    model = ScalarModel()
+
+    def change(run: Trainer) -> None:
+        order[:] = [5, 4, 3]
+        _lightning.restart_train_iterator(run)
+
+    run = trainer(callbacks=[At(on_train_start=change)], limit_val_batches=0)
+    run.fit(
+        model,
+        DataLoader(data, batch_size=1, sampler=order, collate_fn=loader(data, 1).collate_fn, num_workers=1),
+    )
+    assert model.served == [[5], [4], [3]], "iter(fit_loop._data_fetcher) does not make a new iterator any more"
+
+
+def test_batches_done_count_the_epochs_backwards() -> None:
+    before = At(
+        on_train_batch_start=_lightning.num_batches_done,
+        on_before_backward=_lightning.num_batches_done,
+        on_train_batch_end=_lightning.num_batches_done,
+    )
+    fit(before, num_samples=3, max_epochs=2)
+    assert before.found["on_train_batch_start"][:3] == [0, 1, 2]
+    assert before.found["on_before_backward"][3:] == [0, 1, 2]
+    assert before.found["on_train_batch_end"] == [1, 2, 3, 1, 2, 3], "batch_progress.current.processed moved"
+
+
+def test_a_rewound_checkpoint_continues_earlier(tmp_path: Path) -> None:
+    class Rewinds(Callback):
+        def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+            _lightning.rewind_batches(checkpoint, 1)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    fit(saver, Rewinds(), num_samples=6, enable_checkpointing=True)
+    first = At(on_train_batch_start=lambda trainer: trainer.fit_loop.epoch_loop.batch_idx)
+    counts = At(on_train_batch_start=_lightning.num_batches_done)
+    fit(first, counts, num_samples=6, ckpt_path=tmp_path / "step=4.ckpt")
+    assert counts.found["on_train_batch_start"][0] == 3, "batch_progress in the checkpoint's loops moved"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_and_data_module_and_overfit_batches_are_the_trainers() -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader[Any]:
+            return loader(equal_samples([1]), 1)
+
+    own, data = Callback(), Data()
+    run = trainer(callbacks=[own], overfit_batches=0.5)
+    assert own in _lightning.callbacks(run)
+    assert _lightning.callbacks(run) is run.callbacks, "a copy: a callback that is inserted would not run"  # type: ignore[attr-defined]
+    assert _lightning.overfit_batches(run) == 0.5
+    assert _lightning.datamodule(run) is None
+    run = trainer()
+    run.fit(ScalarModel(), datamodule=data)
+    assert _lightning.datamodule(run) is data
+    assert _lightning.overfit_batches(run) == 0
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [True] * 6), (3, [False, False, True] * 2), (50, [False] * 6)])
+def test_whether_the_loggers_write_is_known_at_the_batchs_end(every: int, expected: list[bool]) -> None:
+    end = At(on_train_batch_end=_lightning.will_log_step)
+    fit(end, log_every_n_steps=every)
+    assert end.found["on_train_batch_end"] == expected
+
+
+def test_loggers_write_in_a_fast_dev_run() -> None:
+    end = At(on_train_batch_end=_lightning.will_log_step)
+    fit(end, fast_dev_run=2)
+    assert end.found["on_train_batch_end"] == [True, True]
+
+
+def run_groups() -> list[tuple[int, bool, int, int]]:
+    found = []
+    for strategy in ("ddp", "fsdp2"):
+        seen = At(
+            on_train_start=lambda trainer: (
+                torch.distributed.get_world_size(_lightning.data_parallel_group(trainer)),
+                _lightning.synchronises_every_micro_batch(trainer),
+                trainer.distributed_sampler_kwargs["num_replicas"],
+                trainer.distributed_sampler_kwargs["rank"],
+            )
+        )
+        trainer(strategy, 2, callbacks=[seen], limit_val_batches=0).fit(
+            ScalarModel(), loader(equal_samples([1] * 2), 1)
+        )
+        found += seen.found["on_train_start"]
+    return found
+
+
+def test_gradients_are_averaged_over_the_group_that_is_reported() -> None:
+    for rank, (ddp, fsdp2) in enumerate(run_ranks(run_groups, 2)):
+        assert ddp == (2, False, 2, rank)
+        assert fsdp2 == (2, True, 2, rank)
+
+
+def test_a_single_process_has_no_group_and_does_not_synchronise() -> None:
+    run = trainer()
+    assert _lightning.data_parallel_group(run) is None
+    assert not _lightning.synchronises_every_micro_batch(run)
+    assert run.distributed_sampler_kwargs is None
+
+
+# --- what the package builds on without calling it --------------------------------------------------------------------
+
+
+def test_the_loop_reads_the_accumulation_anew_at_every_batch() -> None:
+    # Windows of 1, 3 and 2 batches, by the rule of lightning_balance.windows.
+    values = iter([1, 3, 4, 4, 4, 6])
+
+    def choose(run: Trainer) -> None:
+        run.accumulate_grad_batches = next(values)
+
+    model = fit(At(on_train_batch_start=choose))
+    assert len(model.gradients) == 3, "_accumulated_batches_reached() does not read trainer.accumulate_grad_batches"
+
+
+def test_the_estimate_takes_a_fraction_between_windows() -> None:
+    from fractions import Fraction
+
+    class Estimates(ScalarModel):
+        def configure_optimizers(self) -> Any:
+            self.trainer.fit_loop.setup_data()
+            self.trainer.accumulate_grad_batches = Fraction(6, 4)  # type: ignore[assignment]
+            self.estimated = self.trainer.estimated_stepping_batches
+            self.trainer.accumulate_grad_batches = 1
+            return super().configure_optimizers()
+
+    model = fit(model=Estimates(), max_epochs=2)
+    assert model.estimated == 8, "estimated_stepping_batches is not ceil(batches / accumulation) * epochs any more"
+
+
+def test_callbacks_states_are_restored_before_loops(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+
+    class Stateful(Callback):
+        epoch_at_load: int | None = None
+        done_at_load: int | None = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.done_at_load = _lightning.num_batches_done(self.run)
+
+        def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+            self.run = trainer
+
+    fit(saver, Stateful(), enable_checkpointing=True)
+    resumed = Stateful()
+    fit(resumed, ckpt_path=tmp_path / "step=4.ckpt")
+    assert resumed.done_at_load == 0, "callbacks are restored after the loops, or not between setup and training"
+
+
+def test_the_names_that_comments_mention_exist() -> None:
+    for owner, name in (
+        (_FitLoop, "setup_data"),
+        (_FitLoop, "is_resuming"),
+        (_TrainingEpochLoop, "_accumulated_batches_reached"),
+        (_TrainingEpochLoop, "_should_accumulate"),
+        (_TrainingEpochLoop, "_num_ready_batches_reached"),
+    ):
+        assert hasattr(owner, name), f"Lightning has no {owner.__name__}.{name} any more"
+
+
+def private_uses(path: Path) -> list[str]:
+    """Attributes that begin with an underscore, of something that is called a trainer or comes from one."""
+    uses = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if owner.split(".")[-1] in ("trainer", "fit_loop", "epoch_loop", "strategy") or ".trainer." in owner:
+                uses.append(f"{path.name}:{node.lineno} {owner}.{node.attr}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+            uses += [f"{path.name}:{node.lineno} {a.name}" for a in node.names if a.name.startswith("_")]
+    return uses
+
+
+def test_only_one_module_touches_lightning_internals() -> None:
+    package = Path(inspect.getfile(lightning_balance)).parent
+    found = {path.name for path in package.rglob("*.py") if private_uses(path)}
+    assert found == {"_lightning.py"}
