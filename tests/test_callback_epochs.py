@@ -172,7 +172,6 @@ def test_validation_intervals_follow_the_epochs_length(interval: float, validati
     assert model.num_validations == validations
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_validation_by_the_clock_works() -> None:
     model = fit(equal_samples([1] * 4), 2, max_epochs=2, val_check_interval="01:00:00:00")
     assert model.num_batches_per_epoch() == [2, 2]
@@ -208,6 +207,7 @@ def test_a_checkpoint_saved_by_a_failing_run_continues_behind_its_last_step(
     assert resumed.trainer.global_step == len(whole.gradients)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 def test_shuffle_false_serves_the_datas_order_in_every_epoch(workers: int) -> None:
     model = fit(equal_samples([1] * 8), 2, max_epochs=2, loader_arguments={"shuffle": False, "num_workers": workers})
     steps = [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -283,7 +283,7 @@ def test_a_mixin_whose_constructor_was_skipped_says_so() -> None:
         train_dataloader = Plain.train_dataloader
         batch_size = 2
 
-    with pytest.raises((RuntimeError, TypeError, ValueError), match="BalancedDataModuleMixin.__init__"):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=r"BalancedDataModuleMixin\.__init__"):
         fit(Forgot())
 
 
