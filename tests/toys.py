@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -85,10 +86,17 @@ class ScalarModel(LightningModule):
         return per_sample.mean() if self.reduction == "sample_mean" else per_sample.sum()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(self.gradient())
+
+    def gradient(self) -> float:
+        """The gradient of w, from whichever rank holds it."""
         gradient = self.layer.weight.grad
+        if isinstance(self.trainer.strategy, FSDPStrategy):  # one rank holds the only element, the others none
+            total = gradient.sum() if gradient is not None else torch.zeros((), device=self.device)
+            dist.all_reduce(total)
+            return float(total)
         assert gradient is not None
-        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        self.gradients.append(full.item())
+        return float(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.token_losses(batch)
@@ -101,7 +109,7 @@ class ScalarModel(LightningModule):
 
 
 def trainer(strategy: str | Strategy = "single", num_ranks: int = 1, **arguments: Any) -> Trainer:
-    """A quiet CPU trainer; strategy is "single", "ddp", "fsdp2" or a strategy object."""
+    """A quiet CPU trainer; strategy is "single", "ddp", "fsdp2", "fsdp1" (needs GPUs) or a strategy object."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": num_ranks,
@@ -117,4 +125,6 @@ def trainer(strategy: str | Strategy = "single", num_ranks: int = 1, **arguments
         defaults["strategy"] = strategy
     elif strategy == "fsdp2":
         defaults["strategy"] = ModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1)
+    elif strategy == "fsdp1":
+        defaults.update(strategy="fsdp", accelerator="cuda")
     return Trainer(**{**defaults, **arguments})
