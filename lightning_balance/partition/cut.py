@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_balance.partition.even import even_cuts
 from lightning_balance.partition.exhaustive import best_for_slots, best_for_step, is_small
 from lightning_balance.partition.polish import polish_slots
+from lightning_balance.partition.prices import improve_by_prices
 from lightning_balance.partition.problem import Problem
 from lightning_balance.partition.ranks import balance_ranks
-from lightning_balance.partition.slots import cut_slots
+from lightning_balance.partition.slots import dealt_time, slot_cuts
 
 FILLER = -1
 
@@ -49,8 +51,24 @@ def cut(problem: Problem, num_slots: int, sync: str) -> Cut:
     if is_small(problem, num_groups, "micro_batch"):
         starts = best_for_slots(problem, num_groups)
     else:
-        starts = polish_slots(problem, cut_slots(problem, num_slots), num_slots)
+        starts = cut_for_slots(problem, num_slots)
     return Cut(starts=starts, deal=deal_by_cost(problem.group_costs(starts), problem.num_ranks))
+
+
+def cut_for_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
+    """Return the best cut found for the sum over slots of the slowest rank."""
+    cuts = slot_cuts(problem, num_slots)
+    if num_slots > 1:
+        cuts += even_cuts(problem, num_slots)
+    cuts.sort(key=lambda starts: dealt_time(problem, starts))
+    if num_slots > 1:
+        cuts = [improve_by_prices(problem, starts, num_slots) for starts in cuts[:PRI]] + cuts[PRI:]
+    polished = [polish_slots(problem, starts) for starts in cuts[:POL]]
+    return min(polished, key=lambda starts: dealt_time(problem, starts))
+
+
+PRI = 1
+POL = 3
 
 
 def deal_by_cost(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
@@ -67,7 +85,7 @@ def _cut_for_step(problem: Problem, num_slots: int) -> tuple[NDArray[np.int64], 
     num_groups = num_slots * problem.num_ranks
     if is_small(problem, num_groups, "step"):
         return best_for_step(problem, num_groups)
-    starts = polish_slots(problem, cut_slots(problem, num_slots), num_slots)
+    starts = cut_for_slots(problem, num_slots)
     return balance_ranks(problem, starts, num_slots)[:2]
 
 

@@ -11,52 +11,57 @@ from numpy.typing import NDArray
 
 from lightning_balance.partition.problem import Problem
 
-# Above this many numbers per round (moves by groups) a round takes milliseconds and gains next to nothing.
-_TABLE_SIZE = 40_000
-_MOST_ROUNDS = 64
+# Numbers (moves by groups) looked at in one round, and in all rounds together: some milliseconds.
+_ROUND_SIZE = 32_768
+_TOTAL_SIZE = 524_288
 
 
-def polish_slots(problem: Problem, starts: NDArray[np.int64], num_slots: int) -> NDArray[np.int64]:
+def polish_slots(problem: Problem, starts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return a cut with the same number of groups whose time, dealt by cost, is not above that of ``starts``.
 
-    Every round takes the best move of one sample from the heaviest group of a slot to any group; the groups between
-    shift by one sample. Returns ``starts`` where the table of moves would be large.
+    Every round takes the best move of one sample from the heaviest group of a slot to a group that stays cheaper; the
+    groups between shift by one sample.
     """
     counts = np.diff(starts)
-    num_groups = len(counts)
-    if num_groups * num_groups * num_slots > _TABLE_SIZE or num_groups == problem.num_samples:
-        return starts
-    time = _times(problem, counts[None], num_slots)[0]
-    for _ in range(_MOST_ROUNDS):
-        moved = _moves(problem, counts, num_slots)
-        times = _times(problem, moved, num_slots)
+    time = float(_times(problem, counts[None])[0])
+    num_looked_at = 0
+    while num_looked_at < _TOTAL_SIZE:
+        moved = _moves(problem, counts)
+        if not len(moved):
+            break
+        times = _times(problem, moved)
         best = int(times.argmin())
         if not times[best] < time * (1 - 1e-9):
             break
-        counts, time = moved[best], times[best]
+        counts, time = moved[best], float(times[best])
+        num_looked_at += moved.size
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _moves(problem: Problem, counts: NDArray[np.int64], num_slots: int) -> NDArray[np.int64]:
-    num_groups = len(counts)
-    costs = _costs(problem, counts[None])[0]
+def _moves(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return rows of counts, each after one move; the closest moves where there are too many."""
+    starts = np.cumsum(counts) - counts
+    padded, largest = problem.padded[starts], problem.largest[starts]
+    costs, costs_with_one_more = problem.cost(counts, padded), problem.cost(counts + 1, padded)
     givers = np.argsort(-costs, kind="stable")[:: problem.num_ranks]
-    giver = np.repeat(givers, num_groups)
-    taker = np.tile(np.arange(num_groups), len(givers))
-    moved = np.repeat(counts[None], len(giver), axis=0)
-    rows = np.arange(len(giver))
-    np.add.at(moved, (rows, giver), -1)
-    np.add.at(moved, (rows, taker), 1)
+    givers = givers[counts[givers] > 1]
+    useful = (costs_with_one_more < costs[givers][:, None] * (1 - 1e-9)) & (counts < largest)
+    which, takers = np.nonzero(useful)
+    givers = givers[which]
+    most = max(_ROUND_SIZE // len(counts), 1)
+    if len(givers) > most:
+        closest = np.argsort(np.abs(givers - takers), kind="stable")[:most]
+        givers, takers = givers[closest], takers[closest]
+    moved = np.repeat(counts[None], len(givers), axis=0)
+    rows = np.arange(len(givers))
+    moved[rows, givers] -= 1
+    moved[rows, takers] += 1
     return moved
 
 
-def _times(problem: Problem, counts: NDArray[np.int64], num_slots: int) -> NDArray[np.float64]:
-    costs = -np.sort(-_costs(problem, counts), axis=1)
-    return costs[:, :: problem.num_ranks].sum(axis=1)
-
-
-def _costs(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return costs of rows of counts; infinite where a group is empty or larger than the cap allows."""
-    starts = np.minimum(np.cumsum(counts, axis=1) - counts, problem.num_samples - 1)
-    allowed = (counts >= 1) & (counts <= problem.largest[starts])
-    return np.where(allowed, problem.cost(np.maximum(counts, 1), problem.padded[starts]), np.inf)
+def _times(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the time of rows of counts; infinite where a group is larger than the cap allows."""
+    starts = np.cumsum(counts, axis=1) - counts
+    costs = problem.cost(counts, problem.padded[starts])
+    costs[counts > problem.largest[starts]] = np.inf
+    return -np.sort(-costs, axis=1)[:, :: problem.num_ranks].sum(axis=1)

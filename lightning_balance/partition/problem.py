@@ -99,6 +99,25 @@ class Problem:
             starts.append(position)
         return starts
 
+    def fill_near(self, begin: int, end: int, target: float, num_groups: int, rounding: float) -> list[int]:
+        """Fill groups to about ``target``: one sample more where the part of it that fits is above ``1 - rounding``."""
+        model = self.cost.linear
+        starts, position, largest = [begin], begin, self._largest
+        for _ in range(num_groups):
+            if model is not None:
+                count = int((target - model.intercept) / self._units[position] + rounding)
+            else:
+                row = self._rows[position]
+                count = bisect_right(row, target)
+                if 0 < count < len(row) and target - row[count - 1] > (1 - rounding) * (row[count] - row[count - 1]):
+                    count += 1
+            position += max(min(count, largest[position]), 1)
+            if position >= end:
+                starts.append(end)
+                break
+            starts.append(position)
+        return starts
+
     def _fill_by_rows(self, begin: int, end: int, limit: float, num_groups: int) -> list[int]:
         rows, largest, starts, position = self._rows, self._largest, [begin], begin
         for _ in range(num_groups):

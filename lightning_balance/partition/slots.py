@@ -21,33 +21,50 @@ from lightning_balance.partition.problem import Problem
 # Slots begin at one of at most this many positions in a pass; later passes choose them around the solution.
 _MOST_POSITIONS = 256
 # Each pass finds the bounds of its slots up to such a part.
+_TRUSTS = (0.0, 1.0)
 _TOLERANCES = (0.01, 0.001, 0.001)
 
 
-class SlotCut(NamedTuple):
-    """Where slots begin, and the cost bound of each."""
+class Run(NamedTuple):
+    """Consecutive slots whose groups share one cost bound."""
 
-    begins: list[int]
-    """Starts of the slots, then the number of samples."""
-    bounds: list[float]
-
-    @property
-    def time(self) -> float:
-        """Sum over slots of the slowest rank."""
-        return sum(self.bounds)
+    begin: int
+    end: int
+    num_slots: int
+    bound: float
 
 
-def cut_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
-    """Return starts of the groups, ``num_ranks`` per slot from the longest samples on, then the number of samples.
+def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
+    """Return good cuts, best first: starts of the groups from the longest samples on, then the number of samples.
 
     Needs at least as many samples as groups, and a cap that so many groups can hold.
     """
     bounds, positions = first_bounds(problem, num_slots), _spread(problem, num_slots)
-    best = _solve(problem, num_slots, bounds, positions, _TOLERANCES[0])
-    for number, tolerance in enumerate(_TOLERANCES[1:], start=1):
-        bounds, positions = bounds_around(best.bounds, number), _near(best.begins, problem.num_samples)
-        best = min(best, _solve(problem, num_slots, bounds, positions, tolerance), key=lambda cut: cut.time)
-    return _fill(problem, best)
+    best: dict[float, tuple[float, list[Run]]] = {}
+    cuts: dict[float, NDArray[np.int64]] = {}
+    for number, tolerance in enumerate(_TOLERANCES, start=1):
+        table = _runs(problem, bounds, positions, num_slots)
+        for trust in _TRUSTS[: 1 if num_slots == 1 else None]:
+            runs = _solve(problem, num_slots, bounds, positions, table, trust, tolerance)
+            starts = _fill(problem, runs)
+            time = dealt_time(problem, starts)
+            cuts[time] = starts
+            if trust not in best or time < best[trust][0]:
+                best[trust] = time, runs
+        found = [run for _, runs in best.values() for run in runs]
+        bounds = bounds_around([run.bound for run in found], number)
+        positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
+    return [cuts[time] for time in sorted(cuts)]
+
+
+def cut_slots(problem, num_slots):
+    return slot_cuts(problem, num_slots)[0]
+
+
+def dealt_time(problem: Problem, starts: NDArray[np.int64]) -> float:
+    """Return the sum over slots of the slowest rank when groups are dealt by cost."""
+    costs = -np.sort(-problem.group_costs(starts))
+    return float(costs[:: problem.num_ranks].sum())
 
 
 def smallest_bound(
@@ -75,57 +92,89 @@ def smallest_bound(
 
 
 def _solve(
-    problem: Problem, num_slots: int, bounds: NDArray[np.float64], positions: NDArray[np.int64], tolerance: float
-) -> SlotCut:
-    """Return the best cut with slots that begin at ``positions`` and bounds from a grid, each bound made exact."""
+    problem: Problem,
+    num_slots: int,
+    bounds: NDArray[np.float64],
+    positions: NDArray[np.int64],
+    table,
+    trust: float,
+    tolerance: float,
+) -> list[Run]:
+    """Return the best runs that begin at ``positions`` with bounds from a grid, each bound then made smallest."""
     num_samples, num_ranks = problem.num_samples, problem.num_ranks
-    reach = _reach(problem, bounds, positions)
-    singles = np.append(problem.single_costs, 0.0)[positions]
-    price = np.where(singles > bounds[:, None] * (1 + 1e-12), np.inf, bounds[:, None])
+    reaches, fulls, savings = table
+    longest = num_slots if trust else 1
+    prices = [full - trust * saving for full, saving in zip(fulls, savings, strict=True)]
     place = np.searchsorted(positions, np.arange(num_samples + 1), side="right") - 1
-    time = np.where(positions == num_samples, 0.0, np.inf)
+    times = [np.where(positions == num_samples, 0.0, np.inf)]
     choices: list[NDArray[np.int64]] = []
-    for num_after in range(num_slots):
-        limit = num_samples - num_after * num_ranks  # every later group needs a sample
-        landing = place[np.minimum(reach, limit)]
-        table = price + np.take(time, landing)
-        table[:, positions > limit - num_ranks] = np.inf
+    for num_left in range(1, num_slots + 1):
+        tables = []
+        for length in range(1, min(num_left, longest) + 1):
+            limit = num_samples - (num_left - length) * num_ranks  # every later group needs a sample
+            landing = place[np.minimum(reaches[length - 1], limit)]
+            table = prices[length - 1] + np.take(times[num_left - length], landing)
+            table[:, positions > limit - length * num_ranks] = np.inf
+            tables.append(table)
+        table = np.concatenate(tables)
         choice = table.argmin(axis=0)
-        time = table[choice, np.arange(len(positions))]
+        times.append(table[choice, np.arange(len(positions))])
         choices.append(choice)
-    begins, exact = [0], []
-    for num_after in reversed(range(num_slots)):
-        bound = float(bounds[choices[num_after][place[begins[-1]]]])
-        limit = num_samples - num_after * num_ranks
-        end = problem.fill(begins[-1], limit, bound, num_ranks)[-1]
-        exact.append(smallest_bound(problem, begins[-1], end, num_ranks, bound, tolerance))
-        begins.append(end)
-    assert begins[-1] == num_samples
-    return SlotCut(begins, exact)
+    runs, begin, num_left = [], 0, num_slots
+    while num_left:
+        length, row = divmod(int(choices[num_left - 1][place[begin]]), len(bounds))
+        length += 1
+        num_left -= length
+        num_groups, bound = length * num_ranks, float(bounds[row])
+        end = problem.fill(begin, num_samples - num_left * num_ranks, bound, num_groups)[-1]
+        runs.append(Run(begin, end, length, smallest_bound(problem, begin, end, num_groups, bound, tolerance)))
+        begin = end
+    assert begin == num_samples
+    return runs
 
 
-def _reach(problem: Problem, bounds: NDArray[np.float64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the farthest end of a slot for every bound and start, of shape ``(num_bounds, num_positions)``."""
+def _runs(
+    problem: Problem, bounds: NDArray[np.float64], positions: NDArray[np.int64], num_slots: int
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float64]]]:
+    """Return where runs of 1, 2, ... slots end and what they cost, each of shape ``(num_bounds, num_positions)``."""
     hop = problem.ends_within(bounds)
-    offsets = np.arange(len(bounds))[:, None] * hop.shape[1]
-    hop = (hop + offsets).ravel()
-    reached = positions + offsets
+    width = hop.shape[1]
+    counts = hop - np.arange(width)
+    stuck = counts == 0
+    padded = np.append(problem.padded, 1)
+    slack = np.where(stuck, 0.0, bounds[:, None] - problem.cost(counts, padded))
+    offsets = np.arange(len(bounds))[:, None] * width
+    levels = []
+    hop, slack = (hop + offsets).ravel(), slack.ravel()
     num_left = problem.num_ranks
-    while True:
+    while num_left:
         if num_left & 1:
-            reached = np.take(hop, reached)
+            levels.append((hop, slack))
         num_left >>= 1
-        if not num_left:
-            return reached - offsets
-        hop = np.take(hop, hop)
+        if num_left:
+            slack = slack + np.take(slack, hop)
+            hop = np.take(hop, hop)
+    reached = positions + offsets
+    unused = np.zeros(reached.shape)
+    price = np.where(stuck[:, positions], np.inf, bounds[:, None])
+    reaches, fulls, savings = [], [], []
+    for length in range(1, num_slots + 1):
+        for hop, slack in levels:
+            unused += np.take(slack, reached)
+            reached = np.take(hop, reached)
+        reaches.append(reached - offsets)
+        fulls.append(length * price)
+        savings.append(unused * ((length - 1) / (length * problem.num_ranks)))
+    return reaches, fulls, savings
 
 
-def _fill(problem: Problem, cut: SlotCut) -> NDArray[np.int64]:
+def _fill(problem: Problem, runs: list[Run]) -> NDArray[np.int64]:
     parts = []
-    for begin, end, enough in zip(cut.begins[:-1], cut.begins[1:], cut.bounds, strict=True):
-        bound = smallest_bound(problem, begin, end, problem.num_ranks, enough)
-        starts = np.array(problem.fill(begin, end, bound, problem.num_ranks))
-        parts.append(begin + split_groups(starts - begin, problem.padded[begin:end], problem.num_ranks)[:-1])
+    for begin, end, num_slots, enough in runs:
+        num_groups = num_slots * problem.num_ranks
+        bound = smallest_bound(problem, begin, end, num_groups, enough)
+        starts = np.array(problem.fill(begin, end, bound, num_groups))
+        parts.append(begin + split_groups(starts - begin, problem.padded[begin:end], num_groups)[:-1])
     return np.append(np.concatenate(parts), problem.num_samples)
 
 
