@@ -70,9 +70,23 @@ def run_tails(strategy: str, num_ranks: int) -> dict[str, Any]:
     return found
 
 
+TwoRanks = tuple[dict[str, Any], tuple[list[int], list[str]]]
+
+
+def run_on_two_ranks() -> TwoRanks:
+    return run_tails("ddp", 2), run_scans("ddp", 2)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[TwoRanks]:
+    return run_ranks(run_on_two_ranks, 2)
+
+
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2)])
-def test_the_tail_is_kept_once_and_is_the_mean_over_its_own_samples(strategy: str, num_ranks: int) -> None:
-    ranks = run_ranks(run_tails, num_ranks, strategy, num_ranks) if num_ranks > 1 else [run_tails("single", 1)]
+def test_the_tail_is_kept_once_and_is_the_mean_over_its_own_samples(
+    strategy: str, num_ranks: int, two_ranks: list[TwoRanks]
+) -> None:
+    ranks = [tails for tails, _ in two_ranks] if num_ranks > 1 else [run_tails("single", 1)]
     values = [[float(i)] * (1 + i % 3) for i in range(18)]
     for accumulate in (1, 2):
         first, last = flat(values[:16]), flat(values[16:])
@@ -302,11 +316,10 @@ def test_a_scan_reads_each_sample_once_per_run_and_warns_once() -> None:
     assert len(said) == 1
 
 
-def test_only_rank_zero_scans() -> None:
-    ranks = run_ranks(run_scans, 2, "ddp", 2)
-    counts = [len(reads) for reads, _ in ranks]
+def test_only_rank_zero_scans(two_ranks: list[TwoRanks]) -> None:
+    counts = [len(reads) for _, (reads, _) in two_ranks]
     assert counts[0] - len(LONG_TAIL) == counts[1]  # both then serve equally many micro-batches of one sample
-    assert [len(said) for _, said in ranks] == [1, 0]
+    assert [len(said) for _, (_, said) in two_ranks] == [1, 0]
 
 
 # --- membership -------------------------------------------------------------------------------------------------------

@@ -207,6 +207,26 @@ def test_a_checkpoint_saved_by_a_failing_run_continues_behind_its_last_step(
     assert resumed.trainer.global_step == len(whole.gradients)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 9, "samples_per_step": 4}])
+def test_a_checkpoint_of_an_unbalanced_run_inside_an_epoch_never_gives_wrong_gradients(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    data = equal_samples(LONG_TAIL)
+    whole = fit(data, 2, options=options)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    trainer(callbacks=[saver], enable_checkpointing=True, limit_val_batches=0).fit(
+        ScalarModel(), loader(data, 2, shuffle=True)
+    )
+    try:
+        resumed = fit(data, 2, options=options, ckpt_path=tmp_path / "step=3.ckpt")
+    except ValueError as error:
+        assert "checkpoint" in str(error)
+        return
+    assert resumed.served == whole.served[3:]
+    num_whole_steps = len(resumed.gradients) - 1  # the first may have begun before the checkpoint
+    assert resumed.gradients[-num_whole_steps:] == whole.gradients[-num_whole_steps:]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shuffle_false_serves_the_datas_order_in_every_epoch(workers: int) -> None:
     model = fit(equal_samples([1] * 8), 2, max_epochs=2, loader_arguments={"shuffle": False, "num_workers": workers})
