@@ -217,10 +217,13 @@ def test_a_checkpoint_of_an_unbalanced_run_inside_an_epoch_never_gives_wrong_gra
     trainer(callbacks=[saver], enable_checkpointing=True, limit_val_batches=0).fit(
         ScalarModel(), loader(data, 2, shuffle=True)
     )
+    refusal = ""
     try:
         resumed = fit(data, 2, options=options, ckpt_path=tmp_path / "step=3.ckpt")
     except ValueError as error:
-        assert "checkpoint" in str(error)
+        refusal = str(error)
+    if refusal:
+        assert "checkpoint" in refusal
         return
     assert resumed.served == whole.served[3:]
     num_whole_steps = len(resumed.gradients) - 1  # the first may have begun before the checkpoint
