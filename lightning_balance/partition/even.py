@@ -11,6 +11,9 @@ from lightning_balance.partition.problem import Problem
 
 # A group takes one sample more where at least 1 - rounding of it fits; 0 never exceeds the target.
 _ROUNDINGS = (0.0, 0.2, 0.4, 0.6, 0.8)
+# With many groups they hardly differ.
+_ROUNDINGS_FOR_MANY = (0.0, 0.3)
+_MANY = 128
 _PRECISION = 1e-3
 
 
@@ -24,7 +27,7 @@ def even_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     for taken in {0, len(head) - 1}:
         starts = head[: taken + 1]
         num_groups = (num_slots * problem.num_ranks) - taken
-        for rounding in _ROUNDINGS:
+        for rounding in _ROUNDINGS if num_groups <= _MANY else _ROUNDINGS_FOR_MANY:
             tail = _smallest_target(problem, starts[-1], num_groups, rounding)
             if tail is not None:
                 cuts.append(np.array(starts[:-1] + split_heaviest(problem, tail, num_groups), dtype=np.int64))
@@ -49,18 +52,20 @@ def _forced_slots(problem: Problem, num_slots: int) -> list[int]:
 
 def _smallest_target(problem: Problem, begin: int, num_groups: int, rounding: float) -> list[int] | None:
     end = problem.num_samples
-    low = float(problem.work[end] - problem.work[begin]) / num_groups / 2
-    high = problem.enough
-    best = problem.fill_near(begin, end, high, num_groups, rounding)
-    if best[-1] != end:
-        return None
-    while low < high * (1 - _PRECISION):
-        middle = (low + high) / 2 if high < 4 * low else 2 * low
-        starts = problem.fill_near(begin, end, middle, num_groups, rounding)
+    mean = float(problem.work[end] - problem.work[begin]) / num_groups + problem.price
+    low, high = mean / 2, mean
+    best: list[int] | None = None
+    while best is None or low < high * (1 - _PRECISION):
+        target = high if best is None else (low + high) / 2
+        starts = problem.fill_near(begin, target, num_groups, rounding)
         if starts[-1] == end:
-            high, best = middle, starts
+            high, best = target, starts
+        elif best is None:
+            if high >= problem.enough:
+                return None
+            low, high = high, high * 1.15
         else:
-            low = middle
+            low = target
     return best
 
 

@@ -19,9 +19,11 @@ from lightning_balance.partition.problem import Problem
 
 _NUM_ROUNDS = 3
 # Combinations of bounds and prices per round: few where the tables (samples by slots by combinations) are large.
-_TABLE_SIZE = 393_216
-_FEWEST, _MOST = 16, 128
+_TABLE_SIZE = 32768
+_FEWEST, _MOST = 12, 64
 _SPREAD = 0.03
+# With more groups than this the way behind a group is priced by its work, which needs no search and is nearly as good.
+_MANY = 128
 _MOST_SPLIT = 4
 
 
@@ -71,31 +73,19 @@ def _draws(number: int, num_slots: int, round_number: int) -> tuple[NDArray[np.f
 def _cheapest_paths(
     problem: Problem, bounds: NDArray[np.float64], prices: NDArray[np.float64], num_groups: int
 ) -> NDArray[np.int64]:
-    """Return the first ``num_groups`` group starts of each combination's cheapest path, and where these groups end.
-
-    Positions whose groups all end behind a block of positions do not depend on each other: blocks are done at once.
-    """
-    num_samples = problem.num_samples
+    """Return the first ``num_groups`` group starts of each combination's cheapest path, and where these groups end."""
     number, num_slots = bounds.shape
-    ends = np.ascontiguousarray(problem.ends_within(bounds.ravel()).T).reshape(-1, number, num_slots)
-    counts = ends - np.arange(num_samples + 1)[:, None, None]
-    stuck = counts == 0
-    smallest = np.where(stuck, num_samples, counts).min(axis=(1, 2)).tolist()
-    fees = np.where(stuck, np.inf, prices)
-    where = ends * number + np.arange(number)[:, None]
-    values = np.zeros((num_samples + 1) * number)
-    hops = np.zeros((num_samples + 1, number), dtype=np.int64)
-    hops[-1] = num_samples
-    end = num_samples
-    while end:
-        begin = end - 1
-        while begin and begin - 1 + smallest[begin - 1] >= end:
-            begin -= 1
-        totals = fees[begin:end] + np.take(values, where[begin:end])
-        choice = totals.argmin(axis=2)[..., None]
-        values[begin * number : end * number] = np.take_along_axis(totals, choice, axis=2).ravel()
-        hops[begin:end] = np.take_along_axis(ends[begin:end], choice, axis=2)[..., 0]
-        end = begin
+    ends = np.ascontiguousarray(problem.ends_within(bounds.T.ravel()).T)
+    stuck = ends == np.arange(problem.num_samples + 1)[:, None]
+    fees = np.where(stuck, np.inf, prices.T.ravel())
+    if num_groups > _MANY:
+        totals = fees - problem.work[ends]
+    else:
+        totals = _path_lengths(ends, stuck, fees, number)
+    shape = (-1, num_slots, number)
+    choice = totals.reshape(shape).argmin(axis=1)
+    hops = np.take_along_axis(ends.reshape(shape), choice[:, None], axis=1)[:, 0]
+    hops[-1] = problem.num_samples
     position = np.zeros(number, dtype=np.int64)
     path = [position]
     for _ in range(num_groups):
@@ -111,3 +101,30 @@ def _path_costs(problem: Problem, paths: NDArray[np.int64]) -> NDArray[np.float6
     costs = np.where(counts > 0, problem.cost(np.maximum(counts, 1), padded), 0.0)
     costs[paths[:, -1] < problem.num_samples] = np.inf
     return -np.sort(-costs, axis=1)
+
+
+def _path_lengths(
+    ends: NDArray[np.int64], stuck: NDArray[np.bool_], fees: NDArray[np.float64], number: int
+) -> NDArray[np.float64]:
+    """Return the length of the cheapest path from each start by each slot's bound.
+
+    Starts whose groups all end behind a block of starts do not depend on each other: blocks are done at once.
+    """
+    num_samples = len(ends) - 1
+    shape = (num_samples + 1, -1, number)
+    counts = np.where(stuck, num_samples, ends - np.arange(num_samples + 1)[:, None])
+    smallest = counts.min(axis=1).tolist()
+    where = (ends * number + np.tile(np.arange(number), ends.shape[1] // number)).reshape(shape)
+    fees = fees.reshape(shape)
+    values = np.zeros((num_samples + 1, number))
+    flat = values.reshape(-1)
+    end = num_samples
+    while end:
+        begin = end - 1
+        while begin and begin - 1 + smallest[begin - 1] >= end:
+            begin -= 1
+        totals = flat.take(where[begin:end])
+        totals += fees[begin:end]
+        totals.min(axis=1, out=values[begin:end])
+        end = begin
+    return flat.take(where) + fees

@@ -99,19 +99,25 @@ class Problem:
             starts.append(position)
         return starts
 
-    def fill_near(self, begin: int, end: int, target: float, num_groups: int, rounding: float) -> list[int]:
-        """Fill groups to about ``target``: one sample more where the part of it that fits is above ``1 - rounding``."""
-        model = self.cost.linear
+    def fill_near(self, begin: int, target: float, num_groups: int, rounding: float) -> list[int]:
+        """Fill groups to about ``target``: one sample more where the part of it that fits is above ``1 - rounding``.
+
+        Returns:
+            Starts of the groups, then where the last one ends, as :meth:`fill`; a sample above the target is a group.
+        """
+        model, end = self.cost.linear, self.num_samples
         starts, position, largest = [begin], begin, self._largest
+        if model is not None:
+            room, units = target - model.intercept, self._units
         for _ in range(num_groups):
             if model is not None:
-                count = int((target - model.intercept) / self._units[position] + rounding)
+                count = int(room / units[position] + rounding) or 1
             else:
                 row = self._rows[position]
-                count = bisect_right(row, target)
-                if 0 < count < len(row) and target - row[count - 1] > (1 - rounding) * (row[count] - row[count - 1]):
+                count = bisect_right(row, target) or 1
+                if count < len(row) and target - row[count - 1] > (1 - rounding) * (row[count] - row[count - 1]):
                     count += 1
-            position += max(min(count, largest[position]), 1)
+            position += count if count < largest[position] else largest[position]
             if position >= end:
                 starts.append(end)
                 break

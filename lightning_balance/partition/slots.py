@@ -22,7 +22,7 @@ from lightning_balance.partition.problem import Problem
 _MOST_POSITIONS = 256
 # Each pass finds the bounds of its slots up to such a part.
 _TRUSTS = (0.0, 1.0)
-_TOLERANCES = (0.01, 0.001, 0.001)
+_TOLERANCES = (0.02, 0.002)
 
 
 class Run(NamedTuple):
@@ -67,20 +67,16 @@ def dealt_time(problem: Problem, starts: NDArray[np.int64]) -> float:
     return float(costs[:: problem.num_ranks].sum())
 
 
-def smallest_bound(
-    problem: Problem, begin: int, end: int, num_groups: int, enough: float, tolerance: float = 1e-11
-) -> float:
+def smallest_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float) -> float:
     """Return the smallest bound under which some groups hold the samples ``[begin, end)``; ``enough`` is one that does.
 
-    With the default tolerance exact: bisection between the cost of the worst group of a fill that fits and the smallest
-    bound that changes a fill that does not.
+    Exact: bisection between the cost of the worst group of a fill that fits and the smallest bound that changes a fill
+    that does not.
     """
-    low = float(problem.single_costs[begin])
+    low = _least_bound(problem, begin, end, num_groups)
     high = problem.bounds_of(problem.fill(begin, end, enough, num_groups), end)[0]
-    if problem.cost.linear is not None:  # padding only adds to it
-        low = max(low, float(problem.work[end] - problem.work[begin]) / num_groups + problem.price)
     bound = low
-    while low < high * (1 - tolerance):
+    while low < high * (1 - 1e-11):
         starts = problem.fill(begin, end, bound, num_groups)
         worst, next_bound = problem.bounds_of(starts, end)
         if starts[-1] == end:
@@ -89,6 +85,27 @@ def smallest_bound(
             low = next_bound
         bound = (low + high) / 2
     return high
+
+
+def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float, tolerance: float) -> float:
+    """Return a bound like :func:`smallest_bound`, above the smallest by at most such a part."""
+    low, high = _least_bound(problem, begin, end, num_groups), enough
+    bound = low
+    while low < high * (1 - tolerance):
+        if problem.fill(begin, end, bound, num_groups)[-1] == end:
+            high = bound
+        else:
+            low = bound
+        bound = (low + high) / 2
+    return high
+
+
+def _least_bound(problem: Problem, begin: int, end: int, num_groups: int) -> float:
+    low = float(problem.single_costs[begin])
+    if problem.cost.linear is None:
+        return low
+    # padding only adds to the work
+    return max(low, float(problem.work[end] - problem.work[begin]) / num_groups + problem.price)
 
 
 def _solve(
@@ -127,7 +144,7 @@ def _solve(
         num_left -= length
         num_groups, bound = length * num_ranks, float(bounds[row])
         end = problem.fill(begin, num_samples - num_left * num_ranks, bound, num_groups)[-1]
-        runs.append(Run(begin, end, length, smallest_bound(problem, begin, end, num_groups, bound, tolerance)))
+        runs.append(Run(begin, end, length, small_bound(problem, begin, end, num_groups, bound, tolerance)))
         begin = end
     assert begin == num_samples
     return runs
@@ -170,9 +187,8 @@ def _runs(
 
 def _fill(problem: Problem, runs: list[Run]) -> NDArray[np.int64]:
     parts = []
-    for begin, end, num_slots, enough in runs:
+    for begin, end, num_slots, bound in runs:
         num_groups = num_slots * problem.num_ranks
-        bound = smallest_bound(problem, begin, end, num_groups, enough)
         starts = np.array(problem.fill(begin, end, bound, num_groups))
         parts.append(begin + split_groups(starts - begin, problem.padded[begin:end], num_groups)[:-1])
     return np.append(np.concatenate(parts), problem.num_samples)
