@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.cost import PreparedCost
-from lightning_balance.partition import FILLER, Cut, fewest_groups
+from lightning_balance.partition import FILLER, Cut, balance_ranks, fewest_groups, make_problem
 from lightning_balance.plan import (
     StepPlan,
     StepRules,
     build_plan,
     cut_sorted,
+    cut_within_budget,
     plan_positions,
-    slots_needed,
     sort_positions,
 )
 from lightning_balance.shuffle import EpochOrder
@@ -45,22 +45,33 @@ class WindowPlanner:
         """Return the slots of all steps of a window together."""
         if self.rules.num_slots is not None:
             return self.rules.num_slots * num_steps
-        return slots_needed(self._sorted_padded(start, end), self.rules, min_slots=num_steps)
+        padded = self._sorted_padded(start, end)
+        assert self.rules.max_tokens is not None
+        if self.cost.price_per_micro_batch(int(padded[-1])) == 0:
+            return max(-(-fewest_groups(padded, self.rules.max_tokens) // self.rules.num_ranks), num_steps)
+        return len(cut_within_budget(padded, self.cost, self._window_rules(num_steps), num_steps).deal)
 
     def plan(self, window: int, start: int, end: int, num_steps: int) -> list[StepPlan]:
         """Return the plan of each step of a window, over dataset indices."""
         positions = self.order.slice(start, end)
         if num_steps == 1:
             return [plan_positions(positions, self.lengths, self.padded, self.cost, self.rules, skipped=_NOTHING)]
-        num_slots = self.num_slots(start, end, num_steps)
+        order = sort_positions(positions, self.lengths)
+        if self.rules.num_slots is not None:
+            rules = replace(self._window_rules(num_steps), num_slots=self.rules.num_slots * num_steps)
+            cut = cut_sorted(self.padded[order], self.cost, rules)
+        else:
+            cut = cut_within_budget(self.padded[order], self.cost, self._window_rules(num_steps), num_steps)
+        num_slots = len(cut.deal)
         if len(positions) < num_slots * self.rules.num_ranks:
             return self._plan_singles(positions, slots_of_steps(num_slots, num_steps))
-        order = sort_positions(positions, self.lengths)
-        rules = replace(self.rules, num_slots=num_slots, sync="micro_batch")
-        cut = cut_sorted(self.padded[order], self.cost, rules)
         rng = np.random.default_rng([self.seed, self.epoch, window])
         dealt = deal_slots(np.diff(cut.starts)[cut.deal].sum(axis=1), num_steps, rng)
         return [self._step_of_window(order, cut, slots) for slots in dealt]
+
+    def _window_rules(self, num_steps: int) -> StepRules:
+        """Return the rules for a window of several steps: its slots are shared out afterwards, so they stay together."""
+        return self.rules if num_steps == 1 else replace(self.rules, sync="micro_batch")
 
     def groups_needed(self, start: int, end: int) -> int:
         """Return the fewest micro-batches that hold a part of the order under the budget."""
@@ -103,7 +114,12 @@ class WindowPlanner:
     def _step_of_window(self, order: NDArray[np.int64], cut: Cut, slots: NDArray[np.int64]) -> StepPlan:
         own, cut = take_slots(cut, slots)
         order = order[own]
-        return build_plan(order, self.lengths[order], self.padded[order], self.cost, cut, skipped=_NOTHING)
+        padded = self.padded[order]
+        if self.rules.sync == "step":
+            cap = self.rules.max_tokens or self.rules.default_cap
+            starts, deal = balance_ranks(make_problem(padded, self.cost, cap, self.rules.num_ranks), cut.starts)
+            cut = Cut(starts=starts, deal=deal)
+        return build_plan(order, self.lengths[order], padded, self.cost, cut, sync=self.rules.sync, skipped=_NOTHING)
 
 
 def take_slots(cut: Cut, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], Cut]:

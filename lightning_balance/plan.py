@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.cost import CostFunction, PreparedCost, prepare_cost
-from lightning_balance.partition import FILLER, Cut, cut, fewest_groups, make_problem, smallest_budget
+from lightning_balance.partition import FILLER, Cut, Problem, arrange, cut, fewest_groups, make_problem, smallest_budget
 from lightning_balance.partition.shapes import choose_shapes, round_up_to
 from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
 
@@ -249,30 +249,52 @@ def plan_positions(
     """
     order = sort_positions(positions, lengths)
     cut_ = cut_sorted(padded[order], cost, rules)
-    return build_plan(order, lengths[order], padded[order], cost, cut_, skipped=skipped)
+    return build_plan(order, lengths[order], padded[order], cost, cut_, sync=rules.sync, skipped=skipped)
 
 
-def cut_sorted(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules, *, min_slots: int = 1) -> Cut:
+def cut_sorted(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules) -> Cut:
     """Cut and deal sorted samples by the rules.
 
     Raises:
         ValueError: ``max_tokens`` does not fit ``num_slots``.
     """
-    num_slots = rules.num_slots
-    if num_slots is None:
-        num_slots = slots_needed(padded, rules, min_slots)
-    elif rules.max_tokens is not None:
-        check_fits(padded, rules.max_tokens, num_slots, rules.num_ranks)
+    if rules.num_slots is None:
+        return cut_within_budget(padded, cost, rules)
     cap = rules.max_tokens or rules.default_cap
-    if cap is None:
-        cap = -(-len(padded) // (num_slots * rules.num_ranks)) * int(padded[0])
-    return cut(make_problem(padded, cost, cap, rules.num_ranks), num_slots, rules.sync)
+    if rules.max_tokens is not None:
+        check_fits(padded, rules.max_tokens, rules.num_slots, rules.num_ranks)
+    elif cap is None:
+        cap = -(-len(padded) // (rules.num_slots * rules.num_ranks)) * int(padded[0])
+    return cut(make_problem(padded, cost, cap, rules.num_ranks), rules.num_slots, rules.sync)
 
 
-def slots_needed(padded: NDArray[np.int64], rules: StepRules, min_slots: int) -> int:
-    """Return the fewest slots in which a budget holds sorted samples, at least ``min_slots``."""
+def cut_within_budget(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules, min_slots: int = 1) -> Cut:
+    """Cut into the fewest slots that a budget allows, or into more while these are cheaper.
+
+    More slots pad less, so without a price per micro-batch they would always be cheaper: only where the cost has one is
+    there anything to weigh.
+    """
     assert rules.max_tokens is not None
-    return max(-(-fewest_groups(padded, rules.max_tokens) // rules.num_ranks), min_slots)
+    problem = make_problem(padded, cost, rules.max_tokens, rules.num_ranks)
+    num_slots = max(-(-fewest_groups(padded, rules.max_tokens) // rules.num_ranks), min_slots)
+    best = cut(problem, num_slots, rules.sync)
+    if problem.price == 0:
+        return best
+    time = modelled_time(problem, best, rules.sync)
+    while num_slots * rules.num_ranks < len(padded):
+        num_slots += 1
+        more = cut(problem, num_slots, rules.sync)
+        more_time = modelled_time(problem, more, rules.sync)
+        if more_time >= time:
+            break
+        best, time = more, more_time
+    return best
+
+
+def modelled_time(problem: Problem, cut_: Cut, sync: str) -> float:
+    """Return how long a cut takes; fillers cost as much as the shortest sample by itself."""
+    costs = np.append(problem.group_costs(cut_.starts), problem.single_costs[-1])[cut_.deal]
+    return float(costs.max(axis=1).sum() if sync == "micro_batch" else costs.sum(axis=0).max())
 
 
 def sort_positions(positions: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -302,20 +324,23 @@ def build_plan(
     cost: PreparedCost,
     cut_: Cut,
     *,
+    sync: str,
     skipped: NDArray[np.int64],
 ) -> StepPlan:
     """Return the plan of a cut of sorted samples; ``lengths`` and ``padded`` are in the order of ``order``."""
     is_filler = cut_.deal == FILLER
     starts = np.where(is_filler, len(order) - 1, cut_.starts[cut_.deal])
     counts = np.where(is_filler, 0, np.diff(cut_.starts, append=0)[cut_.deal])
+    costs = cost(np.maximum(counts, 1), padded[starts])
+    places = arrange(costs, sync)
+    starts, counts, costs = starts[places], counts[places], costs[places]
     totals = np.concatenate([[0], np.cumsum(lengths)])
-    padded_lengths = padded[starts]
     return StepPlan(
         order=order,
         starts=starts,
         num_samples=counts,
-        padded_lengths=padded_lengths,
+        padded_lengths=padded[starts],
         real_tokens=totals[starts + counts] - totals[starts],
-        costs=cost(np.maximum(counts, 1), padded_lengths),
+        costs=costs,
         skipped=skipped,
     )

@@ -1,7 +1,19 @@
 """The cutting algorithms: arrays in, arrays out."""
 
+from lightning_balance.partition.arrange import arrange
 from lightning_balance.partition.cut import FILLER, Cut, cut
 from lightning_balance.partition.greedy import fewest_groups, smallest_budget
 from lightning_balance.partition.problem import Problem, make_problem
+from lightning_balance.partition.ranks import balance_ranks
 
-__all__ = ["FILLER", "Cut", "Problem", "cut", "fewest_groups", "make_problem", "smallest_budget"]
+__all__ = [
+    "FILLER",
+    "Cut",
+    "Problem",
+    "arrange",
+    "balance_ranks",
+    "cut",
+    "fewest_groups",
+    "make_problem",
+    "smallest_budget",
+]

@@ -30,16 +30,15 @@ def assign(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
     return deal
 
 
-def balance_ranks(
-    problem: Problem, starts: NDArray[np.int64], num_slots: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], float]:
+def balance_ranks(problem: Problem, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Assign the groups of a cut to ranks and improve both, until the slowest rank cannot be helped by one move.
 
     A move exchanges a group of the slowest rank for one of another rank, or moves the border between one of its groups
-    and a neighbour by one sample.
+    and a neighbour by one sample. No move raises the slowest rank's sum, which starts at or below that of any deal by
+    cost slot by slot.
 
     Returns:
-        Starts, groups of shape ``(num_slots, num_ranks)``, and the slowest rank's sum.
+        Starts, and groups of shape ``(num_slots, num_ranks)``.
     """
     starts = starts.copy()
     costs = problem.group_costs(starts)
@@ -55,7 +54,7 @@ def balance_ranks(
             or _move_border(problem, starts, costs, deal[:, slowest], rank_of, sums, slowest, limit)
         ):
             break
-    return starts, deal, float(sums.max())
+    return starts, deal
 
 
 def _swap(
