@@ -92,13 +92,13 @@ def test_a_dotted_path_in_yaml_becomes_the_callable(tmp_path, capsys):
     config = tmp_path / "good.yaml"
     config.write_text(
         "trainer:\n  callbacks:\n    - class_path: lightning_balance.BalanceCallback\n"
-        "      init_args:\n        lengths: builtins.len\n        cost: numpy.multiply\n"
+        "      init_args:\n        lengths: builtins.len\n        cost: lightning_balance.efficiency.pad_efficiency\n"
     )
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--config", DEMO, "--config", str(config), "--print_config"])
     output = capsys.readouterr().out
     assert "lengths: builtins.len" in output or "lengths: len" in output
-    assert "numpy.multiply" in output
+    assert "lightning_balance.efficiency.pad_efficiency" in output
 
 
 def test_fewer_than_one_process_is_an_error():
