@@ -1,0 +1,267 @@
+"""Print the tables of the documentation from the saved figures.
+
+    python -m benchmarks.tables                     # all tables
+    python -m benchmarks.tables scale_batch         # one of them
+    python -m benchmarks.tables --write docs/planner.md
+
+``--write`` puts each table between its markers ``<!-- table: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import RESULTS
+
+Json = dict[str, Any]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a markdown table; numbers stand to the right of the first column.
+
+    >>> print(markdown(["a", "b"], [["x", "1"]]))
+    | a | b |
+    | --- | ---: |
+    | x | 1 |
+    """
+    lines = [list(header), ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def seconds(value: float) -> str:
+    """Return seconds in a readable unit.
+
+    >>> seconds(0.0042), seconds(0.21), seconds(14.3), seconds(0.0)
+    ('4.2 ms', '210 ms', '14.3 s', '< 0.1 ms')
+    """
+    if value < 1e-4:
+        return "< 0.1 ms"
+    if value >= 1:
+        return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    return f"{value * 1e3:.1f} ms" if value < 0.1 else f"{value * 1e3:.0f} ms"
+
+
+def spread(timing: Json) -> str:
+    """Return median and spread of a timing."""
+    return f"{seconds(timing['median_s'])} ({seconds(timing['min_s'])} - {seconds(timing['max_s'])})"
+
+
+def share(value: float) -> str:
+    """Return a share with its sign, in percent.
+
+    >>> share(-0.0123), share(0.0)
+    ('-1.23 %', '0 %')
+    """
+    return "0 %" if abs(value) < 5e-12 else f"{value * 100:+.3g} %".replace("+0 %", "0 %")
+
+
+def planner_input(data: Json, profile: str = "lognormal", group: str = "samples") -> str:
+    """Return every figure of the samplers of a group on one profile."""
+    chosen = next(entry for entry in data["profiles"] if entry["profile"] == profile)
+    header = ["sampler", "pad", "slot", "model", "model, DDP", "largest micro-batch", "lost", "copies", "shapes"]
+    header += ["samples per step", "planning"]
+    if group == "budget":
+        header.insert(6, "over the cap")
+    rows = []
+    for row in chosen["rows"]:
+        if row["group"] != group:
+            continue
+        figures = [f"{row[key]:.3f}" for key in ("pad_efficiency", "slot_efficiency")]
+        figures += [f"**{row['model_efficiency']:.3f}**", f"{row['model_efficiency_step']:.3f}"]
+        figures += [f"{row['largest_micro_batch']:,}"] + ([str(row["num_over_cap"])] if group == "budget" else [])
+        figures += [f"{row[key]:,}" for key in ("num_lost", "num_copies", "num_shapes")]
+        least, most = row["least_per_step"], row["most_per_step"]
+        rows.append(
+            [row["sampler"], *figures, f"{least}" if least == most else f"{least} - {most}", spread(row["planning"])]
+        )
+    return markdown(header, rows)
+
+
+SHORT_NAMES = {
+    "random": "random",
+    "transformers LengthGroupedSampler": "length grouped",
+    "transformers BatchRebalanceSampler": "batch rebalance",
+    "greedy fill of each step": "greedy, per step",
+    "greedy fill of everything, shuffled": "greedy, shuffled",
+    "lhotse DynamicBucketingSampler": "lhotse",
+    "ours": "ours",
+    "ours, sync=step": "ours, sync=step",
+    "ours, lookahead 8": "ours, 8 ahead",
+    "ours, same samples per step": "ours, per step",
+    "ours, step_unit=tokens": "ours, tokens",
+    "ours, step_unit=tokens, lookahead 8": "ours, tokens, 8 ahead",
+}
+
+
+def planner_profiles(data: Json, group: str = "samples") -> str:
+    """Return the model efficiency of the samplers of a group on every profile."""
+    names = [row["sampler"] for row in data["profiles"][0]["rows"] if row["group"] == group]
+    rows = []
+    for entry in data["profiles"]:
+        by_name = {row["sampler"]: row for row in entry["rows"]}
+        efficiencies = [by_name[name]["model_efficiency"] for name in names]
+        best = f"{max(efficiencies):.3f}"
+        cells = [f"**{value:.3f}**" if f"{value:.3f}" == best else f"{value:.3f}" for value in efficiencies]
+        label = entry["profile"].replace("_", " ") + (" (control)" if entry["is_control"] else "")
+        rows.append([label, f"{entry['mean_length'] / entry['longest']:.2f}", *cells])
+    return markdown(["lengths", "mean / longest", *(SHORT_NAMES.get(name, name) for name in names)], rows)
+
+
+def planner_peaks(data: Json) -> str:
+    """Return the largest micro-batch of the samplers with fixed samples per step, on every profile."""
+    names = [row["sampler"] for row in data["profiles"][0]["rows"] if row["group"] == "samples"]
+    rows = [
+        [entry["profile"].replace("_", " ")]
+        + [f"{row['largest_micro_batch']:,}" for row in entry["rows"] if row["group"] == "samples"]
+        for entry in data["profiles"]
+    ]
+    return markdown(["lengths", *(SHORT_NAMES.get(name, name) for name in names)], rows)
+
+
+def optimality_trying(data: Json) -> str:
+    """Return the comparison with every cut and assignment."""
+    rows = [
+        [
+            f"{row['sync']}, cap: {row['cap']}",
+            f"{row['num_compared']:,}",
+            f"{row['num_above']:,}",
+            share(row["worst_excess"]),
+        ]
+        for row in data["trying"]["rows"]
+    ]
+    return markdown(["sync and cap", "cases", "above the best", "worst"], rows)
+
+
+def optimality_programme(data: Json) -> str:
+    """Return the comparison with the dynamic programme."""
+    return _gap_table(data["programme"]["rows"], "batches", lambda row: row["batches"].replace("_", " "))
+
+
+def optimality_peer(data: Json) -> str:
+    """Return the comparison with ``BatchRebalanceSampler``."""
+    rows = [row for row in data["peer"]["rows"] if row["num_compared"]]
+    return _gap_table(rows, "sync, batches", lambda row: f"{row['sync']}, {row['batches'].replace('_', ' ')}")
+
+
+def _gap_table(rows: Sequence[Json], first: str, label: Callable[[Json], str]) -> str:
+    cells = [
+        [
+            label(row),
+            f"{row['num_compared']:,}",
+            f"{row['num_above']:,}",
+            f"{row['num_below']:,}",
+            *(share(row[key]) for key in ("worst_excess", "mean_excess", "median_excess", "best_excess")),
+        ]
+        for row in rows
+        if row["num_compared"]
+    ]
+    return markdown([first, "cases", "above", "below", "worst", "mean", "median", "best"], cells)
+
+
+def scale_batch(data: Json) -> str:
+    """Return the planning time of one global batch."""
+    rows = [
+        [
+            f"{row['num_ranks']:,} x {row['num_slots']}",
+            f"{row['num_samples']:,}",
+            *(spread(row["planning"][sync]) for sync in ("micro_batch", "step")),
+            spread(row["planning"]["peer"]) if "peer" in row["planning"] else "not run",
+            *(f"{row['model_efficiency'][sync]:.3f}" for sync in ("micro_batch", "step")),
+        ]
+        for row in sorted(data["one_batch"], key=lambda row: (row["num_samples"], row["num_ranks"]))
+    ]
+    header = ["ranks x slots", "samples", "micro_batch", "step", "BatchRebalanceSampler", "model", "model, step"]
+    return markdown(header, rows)
+
+
+def scale_epoch(data: Json) -> str:
+    """Return planning time and memory of whole epochs."""
+    rows = [
+        [
+            row["epoch"],
+            f"{row['num_samples']:,}",
+            f"{row['num_steps']:,}",
+            spread(row["whole_epoch"]),
+            f"{row['peak_allocated_mb']:.0f} MB",
+        ]
+        for row in [*data["whole_epoch"], *([data["budget_of_a_million"]] if data["budget_of_a_million"] else [])]
+    ]
+    return markdown(["epoch", "samples", "steps", "planning all of it", "memory above the lengths"], rows)
+
+
+def scale_first(data: Json) -> str:
+    """Return the wait for the first micro-batch."""
+    rows = [
+        [
+            row["epoch"],
+            f"{row['num_samples']:,}",
+            spread(row["first_micro_batch"]),
+            seconds(row["count_micro_batches"]["median_s"]),
+            f"{row['peak_allocated_mb']:.0f} MB",
+        ]
+        for row in data["first_micro_batch"]
+    ]
+    header = ["epoch", "samples", "first micro-batch", "then the exact number of micro-batches"]
+    return markdown([*header, "memory above the lengths"], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
+    "planner_samples": ("planner", planner_input),
+    "planner_whole_steps": ("planner", lambda data: planner_input(data, "lognormal_whole_steps")),
+    "planner_budget": ("planner", lambda data: planner_input(data, group="budget")),
+    "planner_profiles": ("planner", planner_profiles),
+    "planner_profiles_budget": ("planner", lambda data: planner_profiles(data, group="budget")),
+    "planner_peaks": ("planner", planner_peaks),
+    "optimality_trying": ("optimality", optimality_trying),
+    "optimality_programme": ("optimality", optimality_programme),
+    "optimality_peer": ("optimality", optimality_peer),
+    "scale_batch": ("scale", scale_batch),
+    "scale_epoch": ("scale", scale_epoch),
+    "scale_first": ("scale", scale_first),
+}
+
+
+def table(name: str, folder: Path = RESULTS) -> str:
+    """Return a table with a line that says what made it.
+
+    Raises:
+        KeyError: there is no such table.
+        FileNotFoundError: its figures have not been saved.
+    """
+    source, make = TABLES[name]
+    data = json.loads((folder / f"{source}.json").read_text(encoding="utf-8"))
+    made = data["environment"]
+    hardware = f"{made['hardware']['cpu']}, {made['hardware']['num_cores']} cores"
+    return f"{make(data)}\n\n`{made['command']}`, commit {made['commit']}, {made['date']}, {hardware}."
+
+
+def write_tables(text: str, folder: Path = RESULTS) -> str:
+    """Return a text with the tables between its markers made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{table(match[2], folder)}\n{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?(<!-- end -->)", replace, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Print tables, or write them into a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"tables to print: {', '.join(TABLES)}")
+    parser.add_argument("--write", type=Path, action="append", default=[], help="file whose tables are made anew")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    args = parser.parse_args()
+    for path in args.write:
+        path.write_text(write_tables(path.read_text(encoding="utf-8"), args.results), encoding="utf-8")
+    if not args.write:
+        for name in args.names or TABLES:
+            print(f"{name}\n\n{table(name, args.results)}\n")
+
+
+if __name__ == "__main__":
+    main()
