@@ -10,7 +10,11 @@ from lightning_balance.partition.problem import Problem
 # The first grid has about this many entries per table of bounds by samples: more bounds where there are few samples,
 # since a slot's bound is then one of few values and a rough grid misses the good ones.
 _TABLE_SIZE = 32768
-_FEWEST, _MOST = 48, 1024
+_OFFSETS = (
+    np.array([0.6, 0.75, 0.86, 0.93, 0.97, 0.985, 1.0, 1.015, 1.03, 1.07, 1.15, 1.35, 1.6]),
+    np.array([0.97, 0.98, 0.985, 0.99, 0.995, 0.9975, 1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03]),
+)
+_FEWEST, _MOST = 60, 1024
 
 
 def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
@@ -27,25 +31,29 @@ def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
     lowest, highest = float(singles[-1]), float(singles[0])
     mean = float((singles - problem.price).sum()) / (num_slots * problem.num_ranks) + problem.price
     mean = max(mean, lowest)
-    usual = 2.2 * mean
+    usual, high = 2.2 * mean, 1.1 * highest
     top = min(max(1.3 * num_slots * mean, usual, min(num_slots, 4) * highest), problem.enough)
-    parts = [np.linspace(lowest, usual, num_bounds * 2 // 3), np.array([problem.enough])]
-    if highest > mean:
-        parts.append(singles[:: max(problem.num_ranks // 2, 1)][:12])
-    if top > usual:
-        parts.append(np.geomspace(usual, top, num_bounds // 3))
+    share = num_bounds // 5
+    parts = [
+        np.linspace(lowest, usual, 2 * share),
+        np.geomspace(max(lowest, mean / 256), mean, share),
+        np.array([highest, problem.enough]),
+    ]
+    if high > usual:
+        parts.append(np.linspace(usual, high, share))
+    if top > max(usual, high):
+        parts.append(np.geomspace(max(usual, high), top, share))
     return np.unique(np.concatenate(parts))
 
 
 def bounds_around(bounds: ArrayLike, pass_number: int) -> NDArray[np.float64]:
-    """Return bounds close to those of a solution, closer with every pass.
+    """Return bounds around those of a solution: far ones too after the first pass, then close ones.
 
     >>> bounds_around([100.0], 1).round(1)
-    array([ 97. ,  97.5,  98. ,  98.5,  99. ,  99.5, 100. , 100.5, 101. ,
-           101.5, 102. , 102.5, 103. ])
+    array([ 60. ,  75. ,  86. ,  93. ,  97. ,  98.5, 100. , 101.5, 103. ,
+           107. , 115. , 135. , 160. ])
     """
-    offsets = 1 + np.linspace(-1, 1, 13) * 0.03 / 6 ** (pass_number - 1)
-    return np.unique(np.outer(np.unique(bounds), offsets))
+    return np.unique(np.outer(np.unique(bounds), _OFFSETS[pass_number - 1]))
 
 
 def _every_group_cost(problem: Problem, most: int) -> NDArray[np.float64] | None:

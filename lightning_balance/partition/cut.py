@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,9 +81,18 @@ def _cut_for_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
         return split_groups(starts, problem.padded, num_groups)
     cuts = slot_cuts(problem, num_slots) + even_cuts(problem, num_slots)
     cuts.sort(key=lambda starts: dealt_time(problem, starts))
-    cuts[0] = improve_by_prices(problem, cuts[0], num_slots)
+    for place in _different(problem, cuts):
+        cuts[place] = improve_by_prices(problem, cuts[place], num_slots)
+    cuts.sort(key=lambda starts: dealt_time(problem, starts))
     polished = [polish_slots(problem, starts) for starts in cuts[:_NUM_POLISHED]]
     return min(polished, key=lambda starts: dealt_time(problem, starts))
+
+
+def _different(problem: Problem, cuts: list[NDArray[np.int64]]) -> list[int]:
+    """Return the places of the best cut and of the best one that is not like it: its slowest slot takes another time."""
+    slowest = [float(problem.group_costs(starts).max()) for starts in cuts]
+    unlike = (place for place, time in enumerate(slowest) if abs(time - slowest[0]) > 0.02 * slowest[0])
+    return [0, *islice(unlike, 1)]
 
 
 def _singles(problem: Problem, num_slots: int, sync: str) -> Cut:

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_balance.cost import ROUNDING
 from lightning_balance.partition.even import split_heaviest
 from lightning_balance.partition.problem import Problem
 
@@ -76,12 +77,12 @@ def _cheapest_paths(
     """Return the first ``num_groups`` group starts of each combination's cheapest path, and where these groups end."""
     number, num_slots = bounds.shape
     ends = np.ascontiguousarray(problem.ends_within(bounds.T.ravel()).T)
-    stuck = ends == np.arange(problem.num_samples + 1)[:, None]
-    fees = np.where(stuck, np.inf, prices.T.ravel())
+    singles = np.append(problem.single_costs, 0.0)[:, None]
+    fees = np.where(singles > bounds.T.ravel() * (1 + ROUNDING), np.inf, prices.T.ravel())
     if num_groups > _MANY:
         totals = fees - problem.work[ends]
     else:
-        totals = _path_lengths(ends, stuck, fees, number)
+        totals = _path_lengths(ends, fees, number)
     shape = (-1, num_slots, number)
     choice = totals.reshape(shape).argmin(axis=1)
     hops = np.take_along_axis(ends.reshape(shape), choice[:, None], axis=1)[:, 0]
@@ -103,17 +104,14 @@ def _path_costs(problem: Problem, paths: NDArray[np.int64]) -> NDArray[np.float6
     return -np.sort(-costs, axis=1)
 
 
-def _path_lengths(
-    ends: NDArray[np.int64], stuck: NDArray[np.bool_], fees: NDArray[np.float64], number: int
-) -> NDArray[np.float64]:
+def _path_lengths(ends: NDArray[np.int64], fees: NDArray[np.float64], number: int) -> NDArray[np.float64]:
     """Return the length of the cheapest path from each start by each slot's bound.
 
     Starts whose groups all end behind a block of starts do not depend on each other: blocks are done at once.
     """
     num_samples = len(ends) - 1
     shape = (num_samples + 1, -1, number)
-    counts = np.where(stuck, num_samples, ends - np.arange(num_samples + 1)[:, None])
-    smallest = counts.min(axis=1).tolist()
+    smallest = (ends.min(axis=1) - np.arange(num_samples + 1)).tolist()
     where = (ends * number + np.tile(np.arange(number), ends.shape[1] // number)).reshape(shape)
     fees = fees.reshape(shape)
     values = np.zeros((num_samples + 1, number))

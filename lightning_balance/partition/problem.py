@@ -66,13 +66,14 @@ class Problem:
     def ends_within(self, bounds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return the farthest end of a group from every start, for every cost bound.
 
+        A sample that alone is above the bound is a group of its own.
+
         Returns:
-            Array of shape ``(num_bounds, num_samples + 1)``. A start whose sample alone is above the bound stays where it
-            is, and so does the end of the list; each row increases strictly until it reaches the end.
+            Array of shape ``(num_bounds, num_samples + 1)``; each row increases strictly until it reaches the end.
         """
         ends = np.full((len(bounds), self.num_samples + 1), self.num_samples, dtype=np.int64)
         counts = self.cost.largest_counts(bounds, self.padded)
-        np.minimum(counts, self.largest, out=counts)
+        np.clip(counts, 1, self.largest, out=counts)
         counts += np.arange(self.num_samples)
         np.minimum(counts, self.num_samples, out=ends[:, :-1])
         return ends
@@ -80,18 +81,20 @@ class Problem:
     def fill(self, begin: int, end: int, bound: float, num_groups: int) -> list[int]:
         """Fill at most ``num_groups`` groups with the samples ``[begin, end)`` as far as ``bound`` allows.
 
+        A sample that alone is above the bound is a group of its own.
+
         Returns:
-            Starts of the groups, then where the last one ends; no group where the first sample alone is above the bound.
+            Starts of the groups, then where the last one ends.
         """
-        if begin == end or self.single_costs[begin] > bound * (1 + ROUNDING):
+        if begin == end:
             return [begin]
         model = self.cost.linear
         if model is None:
             return self._fill_by_rows(begin, end, bound * (1 + ROUNDING), num_groups)
-        room = bound * (1 + ROUNDING) - model.intercept
+        room = max(bound * (1 + ROUNDING) - model.intercept, 0.0)
         units, largest, starts, position = self._units, self._largest, [begin], begin
         for _ in range(num_groups):
-            count = int(room / units[position])
+            count = int(room / units[position]) or 1
             position += count if count < largest[position] else largest[position]
             if position >= end:
                 starts.append(end)
@@ -108,7 +111,7 @@ class Problem:
         model, end = self.cost.linear, self.num_samples
         starts, position, largest = [begin], begin, self._largest
         if model is not None:
-            room, units = target - model.intercept, self._units
+            room, units = max(target - model.intercept, 0.0), self._units
         for _ in range(num_groups):
             if model is not None:
                 count = int(room / units[position] + rounding) or 1
@@ -127,7 +130,7 @@ class Problem:
     def _fill_by_rows(self, begin: int, end: int, limit: float, num_groups: int) -> list[int]:
         rows, largest, starts, position = self._rows, self._largest, [begin], begin
         for _ in range(num_groups):
-            position += min(bisect_right(rows[position], limit), largest[position])
+            position += min(bisect_right(rows[position], limit) or 1, largest[position])
             if position >= end:
                 starts.append(end)
                 break

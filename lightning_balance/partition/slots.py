@@ -22,7 +22,7 @@ from lightning_balance.partition.problem import Problem
 _MOST_POSITIONS = 256
 # Each pass finds the bounds of its slots up to such a part.
 _TRUSTS = (0.0, 1.0)
-_TOLERANCES = (0.02, 0.002)
+_TOLERANCES = (0.02, 0.005, 0.002)
 
 
 class Run(NamedTuple):
@@ -51,6 +51,8 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
             cuts[time] = starts
             if trust not in best or time < best[trust][0]:
                 best[trust] = time, runs
+        if number == len(_TOLERANCES):
+            break
         found = [run for _, runs in best.values() for run in runs]
         bounds = bounds_around([run.bound for run in found], number)
         positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
@@ -73,7 +75,9 @@ def smallest_bound(problem: Problem, begin: int, end: int, num_groups: int, enou
     Exact: bisection between the cost of the worst group of a fill that fits and the smallest bound that changes a fill
     that does not.
     """
-    low = _least_bound(problem, begin, end, num_groups)
+    low = float(problem.single_costs[begin])
+    if problem.cost.linear is not None:  # padding only adds to the work
+        low = max(low, float(problem.work[end] - problem.work[begin]) / num_groups + problem.price)
     high = problem.bounds_of(problem.fill(begin, end, enough, num_groups), end)[0]
     bound = low
     while low < high * (1 - 1e-11):
@@ -88,24 +92,20 @@ def smallest_bound(problem: Problem, begin: int, end: int, num_groups: int, enou
 
 
 def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float, tolerance: float) -> float:
-    """Return a bound like :func:`smallest_bound`, above the smallest by at most such a part."""
-    low, high = _least_bound(problem, begin, end, num_groups), enough
-    bound = low
+    """Return a bound under which some groups hold the samples ``[begin, end)``, hardly larger than need be.
+
+    Samples that alone are above it are groups of their own.
+    """
+    high, low = enough, 0.9 * enough
+    while problem.fill(begin, end, low, num_groups)[-1] == end and high > tolerance * enough:
+        high, low = low, 0.9 * low
     while low < high * (1 - tolerance):
+        bound = (low + high) / 2
         if problem.fill(begin, end, bound, num_groups)[-1] == end:
             high = bound
         else:
             low = bound
-        bound = (low + high) / 2
     return high
-
-
-def _least_bound(problem: Problem, begin: int, end: int, num_groups: int) -> float:
-    low = float(problem.single_costs[begin])
-    if problem.cost.linear is None:
-        return low
-    # padding only adds to the work
-    return max(low, float(problem.work[end] - problem.work[begin]) / num_groups + problem.price)
 
 
 def _solve(
@@ -157,9 +157,9 @@ def _runs(
     hop = problem.ends_within(bounds)
     width = hop.shape[1]
     counts = hop - np.arange(width)
-    stuck = counts == 0
-    padded = np.append(problem.padded, 1)
-    slack = np.where(stuck, 0.0, bounds[:, None] - problem.cost(counts, padded))
+    counts[:, -1] = 1
+    slack = np.maximum(bounds[:, None] - problem.cost(counts, np.append(problem.padded, 1)), 0.0)
+    slack[:, -1] = 0.0
     offsets = np.arange(len(bounds))[:, None] * width
     levels = []
     hop, slack = (hop + offsets).ravel(), slack.ravel()
@@ -173,14 +173,17 @@ def _runs(
             hop = np.take(hop, hop)
     reached = positions + offsets
     unused = np.zeros(reached.shape)
-    price = np.where(stuck[:, positions], np.inf, bounds[:, None])
+    singles = np.append(problem.single_costs, np.zeros(num_slots * problem.num_ranks + 1))
+    full = np.zeros(reached.shape)
     reaches, fulls, savings = [], [], []
     for length in range(1, num_slots + 1):
         for hop, slack in levels:
             unused += np.take(slack, reached)
             reached = np.take(hop, reached)
         reaches.append(reached - offsets)
-        fulls.append(length * price)
+        # where samples alone are above the bound, they are the first groups: some of them lead slots
+        full = full + np.maximum(bounds[:, None], singles[positions + (length - 1) * problem.num_ranks])
+        fulls.append(full)
         savings.append(unused * ((length - 1) / (length * problem.num_ranks)))
     return reaches, fulls, savings
 
@@ -203,7 +206,10 @@ def _spread(problem: Problem, num_slots: int) -> NDArray[np.int64]:
     for num_after in reversed(range(num_slots)):
         limit = num_samples - num_after * problem.num_ranks
         begins.append(problem.fill(begins[-1], limit, problem.enough, problem.num_ranks)[-1])
-    return np.union1d(begins, np.linspace(0, num_samples, _MOST_POSITIONS).round().astype(np.int64))
+    half = _MOST_POSITIONS // 2
+    by_count = np.linspace(0, num_samples, half).round().astype(np.int64)
+    by_work = np.searchsorted(problem.work, np.linspace(0.0, problem.work[-1], half))
+    return np.unique(np.concatenate([begins, by_count, np.minimum(by_work, num_samples)]))
 
 
 def _near(begins: list[int], num_samples: int) -> NDArray[np.int64]:
