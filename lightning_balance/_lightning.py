@@ -11,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
 LoaderTransform = Callable[[Any], DataLoader[Any]]
@@ -51,13 +49,18 @@ def set_epoch_length(trainer: Trainer, num_batches: int) -> None:
     loop._combined_loader.limits = [limited]
     loop.max_batches = limited
     is_timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
-    if isinstance(trainer.val_check_interval, float) and not is_timed:
+    if not is_timed and isinstance(trainer.val_check_interval, float):  # a trainer with a clock has no interval
         trainer.val_check_batch = max(1, int(limited * trainer.val_check_interval))
 
 
 def limited_num_batches(trainer: Trainer, num_batches: int) -> int:
-    """``num_batches`` after ``limit_train_batches``; missing: a public form of the rule that the loop applies."""
-    return int(_parse_num_batches(RunningStage.TRAINING, num_batches, trainer.limit_train_batches))
+    """``num_batches`` after ``limit_train_batches``, at least 1.
+
+    Missing: a public form of the rule that the loop applies to the first epoch, where it refuses a share below one
+        batch.
+    """
+    limit = trainer.limit_train_batches
+    return min(num_batches, limit) if isinstance(limit, int) else max(int(limit > 0), int(num_batches * limit))
 
 
 def restart_train_iterator(trainer: Trainer) -> None:
@@ -80,6 +83,16 @@ def rewind_batches(checkpoint: dict[str, Any], num_batches: int) -> None:
         counts.update(ready=num_done, started=num_done, processed=num_done, completed=num_done)
 
 
+def is_restarting(trainer: Trainer) -> bool:
+    """Whether the loop continues inside an epoch of a checkpoint; missing: a public form."""
+    return bool(trainer.fit_loop.restarting)
+
+
+def finished_an_epoch(trainer: Trainer) -> bool:
+    """Whether a checkpoint was saved at the last batch of its epoch; missing: a public form."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
 def num_batches_done(trainer: Trainer) -> int:
     """Batches of the current epoch whose backward is done; missing: public access to the loop's progress."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # type: ignore[attr-defined]
@@ -90,9 +103,13 @@ def callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
-def datamodule(trainer: Trainer) -> LightningDataModule | None:
-    """The trainer's data module; missing: the attribute is public but not declared."""
-    return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
+def train_datamodule(trainer: Trainer) -> LightningDataModule | None:
+    """The data module that this ``fit`` trains on; None where loaders come from elsewhere.
+
+    Missing: ``trainer.datamodule`` keeps the data module of an earlier ``fit`` when the next one has none.
+    """
+    source = trainer.fit_loop._data_source.instance
+    return source if isinstance(source, LightningDataModule) else None
 
 
 def overfit_batches(trainer: Trainer) -> float:

@@ -8,6 +8,7 @@ through :func:`check_equal_on_ranks`.
 from __future__ import annotations
 
 import builtins
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ def on_every_rank(attempt: Callable[[], Result]) -> Result:
         raise own_error
     for rank, failed in enumerate(reports):
         if failed is not None:
-            raise _same_kind(failed[0])(f"rank {rank} failed: {failed[1]}")
+            raise _same_kind(failed[0], f"rank {rank} failed: {failed[1]}")
     return result
 
 
@@ -91,6 +92,9 @@ def check_equal_on_ranks(values: Mapping[str, Any], way_out: str) -> None:
                 )
 
 
-def _same_kind(name: str) -> type[Exception]:
-    kind = getattr(builtins, name, RuntimeError)
-    return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+def _same_kind(name: str, sentence: str) -> Exception:
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # a kind that takes other arguments, such as UnicodeDecodeError
+            return kind(sentence)
+    return RuntimeError(sentence)

@@ -18,6 +18,8 @@ from lightning_balance.settings import HasBalanceSettings
 from lightning_balance.summary import print_summary
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
+CHECKPOINT_KEY = "lightning_balance"
+
 
 class BalanceCallback(HasBalanceSettings, Callback):
     """Balanced micro-batches and exact gradients for any LightningModule, by one entry in ``Trainer(callbacks=[...])``.
@@ -79,7 +81,10 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check trainer and module, and put the plan between the user's loader and the loop."""
-        if stage != "fit" or (self.only_for not in (None, _lightning.datamodule(trainer))):
+        if stage != "fit":
+            return
+        self._forget()
+        if self.only_for not in (None, _lightning.train_datamodule(trainer)):
             return
         on_every_rank(lambda: self._check(trainer, pl_module))
         self._fit = fit = BalancedFit(trainer, self.settings)
@@ -89,7 +94,6 @@ class BalanceCallback(HasBalanceSettings, Callback):
             label_key=self.settings.label_key,
             ignore_index=self.settings.ignore_index,
         )
-        self._is_first_batch = True
         _lightning.intercept_train_dataloader(trainer, fit.balance)
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
@@ -157,7 +161,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._monitor is None or self._place is None or not self._place.is_last:
             return
         self._monitor.end_step(self._place)
-        if _lightning.will_log_step(trainer):
+        if _lightning.will_log_step(trainer) and not trainer.barebones:
             pl_module.log_dict(self._monitor.step_values(), on_step=True, on_epoch=False, batch_size=1)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,7 +176,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""
-        if self._monitor is not None:
+        if self._monitor is not None and not trainer.barebones:
             # The values are the same on all ranks already; sync_dist only spares the user Lightning's warning.
             values = self._monitor.epoch_values()
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
@@ -190,21 +194,21 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     # ------------------------------------------------------------------ stop and restart
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, at the beginning of an optimizer step; empty outside of ``fit``."""
-        return self._fit.state() if self._fit is not None and self._fit.has_loader else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the middle of the saved epoch, without replaying it."""
-        if self._fit is not None and state_dict:
-            self._fit.restore(state_dict)
+    # Not state_dict: Lightning refuses two callbacks of one class that have it, in words that do not say what is wrong.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Let a checkpoint inside an accumulation window continue at the window's beginning."""
-        if self._fit is not None and self._fit.has_loader and "loops" in checkpoint:
-            num_batches = self._fit.num_batches_into_step(_lightning.num_batches_done(trainer))
-            if num_batches:
-                _lightning.rewind_batches(checkpoint, num_batches)
+        """Save where the run stands; inside an accumulation window, at the window's beginning."""
+        if self._fit is None or not self._fit.has_loader:
+            return
+        checkpoint[CHECKPOINT_KEY] = self._fit.state()
+        num_batches = self._fit.num_batches_into_step(_lightning.num_batches_done(trainer))
+        if num_batches:
+            _lightning.rewind_batches(checkpoint, num_batches)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Continue in the middle of the saved epoch, without replaying it."""
+        if self._fit is not None and CHECKPOINT_KEY in checkpoint:
+            self._fit.restore(checkpoint[CHECKPOINT_KEY])
 
     # ------------------------------------------------------------------ after training
 
@@ -224,13 +228,17 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Give the trainer back as it was."""
         if stage == "fit":
             self._release(trainer)
+            self._forget()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the trainer back as it was."""
+        """Give the trainer back as it was; the place in the run stays known to callbacks that save it now."""
         self._release(trainer)
 
     def _release(self, trainer: Trainer) -> None:
         _lightning.release_train_dataloader(trainer)
         if self._fit is not None:
             self._fit.close()
-        self._fit = self._weights = self._monitor = self._place = self._batch = None
+
+    def _forget(self) -> None:
+        self._fit = self._weights = self._monitor = self._place = self._batch = self._peak = None
+        self._is_first_batch = True

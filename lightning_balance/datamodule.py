@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import Self
 
 from lightning_balance import _lightning
 from lightning_balance.callback import BalanceCallback
-from lightning_balance.settings import BalanceSettings, HasBalanceSettings
+from lightning_balance.settings import OPTION_NAMES, BalanceSettings, HasBalanceSettings
 
 
 class BalancedDataModuleMixin(HasBalanceSettings):
@@ -17,8 +20,8 @@ class BalancedDataModuleMixin(HasBalanceSettings):
     balances this data module's training loader only. A trainer that has a ``BalanceCallback`` already keeps it, and
     nothing is balanced twice. Takes the options of :class:`BalanceCallback`.
 
-    Put it left of ``LightningDataModule``. On the right it works too, but ``LightningDataModule.__init__`` takes no
-    arguments (PL#16206), so options are then given by ``BalancedDataModuleMixin.__init__(self, max_tokens=...)``.
+    Put it left of ``LightningDataModule``. On the right it works too: ``LightningDataModule.__init__`` drops the
+    arguments that it is given (PL#16206), so the options are taken from the call that made the data module.
 
     Example:
         >>> from lightning.pytorch import LightningDataModule
@@ -32,6 +35,17 @@ class BalancedDataModuleMixin(HasBalanceSettings):
     """
 
     _trainer: Trainer | None = None
+    _given: dict[str, Any] | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Note the options of the call, in case ``LightningDataModule.__init__`` drops them."""
+        self = super().__new__(cls)
+        self._given = {name: value for name, value in options.items() if name in OPTION_NAMES}
+        return self
+
+    def _accept(self, settings: BalanceSettings) -> BalanceSettings:
+        is_default = not settings.differing_options(BalanceSettings())
+        return BalanceSettings(**self._given) if is_default and self._given else settings
 
     @property
     def trainer(self) -> Trainer | None:
@@ -45,6 +59,12 @@ class BalancedDataModuleMixin(HasBalanceSettings):
             self._attach(trainer)
 
     def _attach(self, trainer: Trainer) -> None:
+        if not hasattr(self, "settings"):
+            raise TypeError(
+                f"{type(self).__name__}.__init__ does not call BalancedDataModuleMixin.__init__, which sets the"
+                f" options:"
+                " call super().__init__()"
+            )
         callbacks = _lightning.callbacks(trainer)
         present = [callback for callback in callbacks if isinstance(callback, BalanceCallback)]
         if any(callback.only_for is self for callback in present):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
@@ -20,7 +21,11 @@ from lightning_balance.loaders import LoaderOrder, check_loader, read_order, wit
 from lightning_balance.plan import StepPlan
 from lightning_balance.sampler import BalancedBatchSampler
 from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings, PlannedSync
-from lightning_balance.windows import average_window, batch_role
+from lightning_balance.windows import BetweenWindows, batch_role
+
+WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
+MAX_EPOCHS_COUNTED = 64
+"""Steps of so many epochs are counted one by one for ``estimated_stepping_batches``; more epochs are extrapolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class BalancedFit:
         self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
         self._restored: dict[str, Any] | None = None
         self._length_is_stale = False
+        self._has_warned_of_skipped = False
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -116,12 +122,15 @@ class BalancedFit:
         if self._restored is not None:
             on_every_rank(lambda: sampler.load_state_dict(self._restored or {}))
         self._announce_steps()
+        self._warn_of_skipped(sampler)
         return with_batch_sampler(loader, sampler)
 
     def _find_lengths(self, dataset: Any) -> NDArray[np.int64]:
         if self._lengths_of is not None and self._lengths_of[0] is dataset:
             return self._lengths_of[1]  # the loader is requested again, the samples are not read again
-        settings, datamodule = self.settings, _lightning.datamodule(self.trainer)
+        settings, datamodule = self.settings, _lightning.train_datamodule(self.trainer)
+        num_samples = on_every_rank(lambda: len(dataset))
+        check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
 
         def resolve() -> NDArray[np.int64]:
             return resolve_lengths(
@@ -180,19 +189,29 @@ class BalancedFit:
             )
         return sampler
 
+    def _warn_of_skipped(self, sampler: BalancedBatchSampler) -> None:
+        num_skipped = len(sampler.plan.skipped)
+        if num_skipped and not self._has_warned_of_skipped:
+            self._has_warned_of_skipped = True
+            rank_zero_warn(
+                f"oversize='skip': {num_skipped} of {len(sampler.lengths)} samples are longer than"
+                f" max_tokens={self.settings.max_tokens} and are left out"
+            )
+
     def _check_agreement(self, sampler: BalancedBatchSampler) -> None:
         plan = sampler.plan_for(0)
         check_equal_on_ranks(
             {
                 "lightning_balance.__version__": lightning_balance.__version__,
                 "the number of samples": len(sampler.lengths),
+                "the DataLoader's order": self.order,
                 "the lengths' fingerprint": hashlib.blake2b(sampler.lengths.tobytes(), digest_size=8).hexdigest(),
                 "seed": plan.seed,
                 "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
                 "max_tokens": self.settings.max_tokens,
                 "the plan's digest": plan.digest,
             },
-            "every rank needs the same data in the same order, the same seed and the same options",
+            WAY_OUT,
         )
 
     def state(self) -> dict[str, Any]:
@@ -217,14 +236,26 @@ class BalancedFit:
         have fetched from it already.
         """
         restored, self._restored = self._restored, None
+        is_restarting = _lightning.is_restarting(self.trainer)
+        num_done = _lightning.num_batches_done(self.trainer)
+        finished_an_epoch = _lightning.finished_an_epoch(self.trainer)
+        if is_restarting and restored is None and num_done and not finished_an_epoch:
+            raise ValueError(
+                f"the checkpoint was saved in the middle of an epoch ({num_done} batches done) by a run without"
+                " BalanceCallback, so the samples it has seen are unknown: resume from a checkpoint of an epoch's"
+                " end, or"
+                " without BalanceCallback"
+            )
         self.begin_epoch(epoch)
-        if restored is not None or self.sampler.begun not in (None, (epoch, 0)):
+        if is_restarting or restored is not None or self.sampler.begun not in (None, (epoch, 0)):
             _lightning.restart_train_iterator(self.trainer)
-        if restored is not None and restored["epoch"] < epoch:
-            # The checkpoint was saved at its epoch's last batch. The loop finds that out by comparing the batches done
-            # with the epoch's length, which has to be the old epoch's until the first batch of the new one.
-            _lightning.set_epoch_length(self.trainer, self.sampler.plan_for(restored["epoch"]).num_micro_batches)
+        if is_restarting and finished_an_epoch:
+            # The loop finds out that the checkpoint's epoch is over by comparing the batches done with the epoch's
+            # length, which has to be the old epoch's until the first batch of the new one.
+            _lightning.set_epoch_length(self.trainer, num_done)
             self._length_is_stale = True
+        if is_restarting:
+            self.trainer.accumulate_grad_batches = BetweenWindows(self._count_steps)
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell sampler and trainer which epoch comes and how long it is."""
@@ -235,10 +266,21 @@ class BalancedFit:
 
     def _announce_steps(self) -> None:
         """Make ``trainer.estimated_stepping_batches`` exact although windows have different lengths."""
-        num_batches = _lightning.limited_num_batches(self.trainer, len(self.sampler))
-        if num_batches and not self.has_fixed_windows:
-            num_steps = self.sampler.plan.locate(num_batches - 1)[0] + 1
-            self.trainer.accumulate_grad_batches = average_window(num_batches, num_steps)  # type: ignore[assignment]
+        if not self.has_fixed_windows:
+            self.trainer.accumulate_grad_batches = BetweenWindows(self._count_steps)
+
+    def _count_steps(self, num_epochs: int) -> int:
+        """Optimizer steps of the first ``num_epochs`` epochs, after ``limit_train_batches``."""
+        num_counted = min(num_epochs, MAX_EPOCHS_COUNTED)
+        num_steps = sum(self._num_steps(epoch) for epoch in range(num_counted))
+        return -(-num_steps * num_epochs // num_counted)
+
+    def _num_steps(self, epoch: int) -> int:
+        plan = self.sampler.plan_for(epoch)
+        if self.trainer.limit_train_batches == 1.0:
+            return plan.num_steps
+        num_batches = _lightning.limited_num_batches(self.trainer, plan.num_micro_batches)
+        return plan.locate(num_batches - 1)[0] + 1
 
     def place(self, batch_index: int) -> Place:
         """Where the epoch's micro-batch ``batch_index`` stands."""
@@ -253,6 +295,7 @@ class BalancedFit:
     def open_window(self, place: Place, batch_index: int) -> bool:
         """Set the trainer's accumulation for this micro-batch; True if gradients have to be zeroed by hand."""
         if self.has_fixed_windows:
+            self.trainer.accumulate_grad_batches = self.accumulation
             return False
         role = batch_role(batch_index, place.slot, place.num_slots)
         self.trainer.accumulate_grad_batches = role.accumulation

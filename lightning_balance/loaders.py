@@ -80,18 +80,18 @@ def read_order(loader: DataLoader[Any]) -> LoaderOrder:
         )
     return LoaderOrder(
         batch_size=batch_sampler.batch_size,
-        shuffle=_is_shuffled(batch_sampler.sampler),
+        shuffle=_is_shuffled(batch_sampler.sampler, len(loader.dataset)),  # type: ignore[arg-type]  # torch declares no length
         drop_last=batch_sampler.drop_last,
     )
 
 
-def _is_shuffled(sampler: object) -> bool:
-    if type(sampler) is SequentialSampler:
+def _is_shuffled(sampler: object, num_samples: int) -> bool:
+    if type(sampler) is SequentialSampler and len(sampler) == num_samples:
         return False
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler and len(sampler.dataset) == num_samples:  # type: ignore[arg-type]
         return sampler.shuffle
-    if type(sampler) is RandomSampler:
-        if not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if type(sampler) is RandomSampler and len(sampler.data_source) == num_samples:
+        if not sampler.replacement and sampler.num_samples == num_samples:
             return True
         raise TypeError(
             f"the training DataLoader has RandomSampler(replacement={sampler.replacement},"

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
+from lightning_balance._reinstantiation import note_arguments
 from lightning_balance.cost import CostFunction
 from lightning_balance.epoch import EpochPlan, plan_epoch
 from lightning_balance.settings import Oversize, StepUnit
@@ -85,6 +86,11 @@ class BalancedBatchSampler(BatchSampler):
         max_shapes: int | None = None,
         sampler: DistributedSampler[Any] | None = None,
     ) -> None:
+        if isinstance(lengths, Sampler):
+            raise TypeError(
+                f"lengths must hold one number per sample, got a {type(lengths).__name__}: pass a sampler as"
+                f" sampler=..."
+            )
         self.lengths: NDArray[np.int64] = validate_lengths(lengths)
         self.num_replicas, self.rank = _ranks(num_replicas, rank, sampler)
         self.batch_size = batch_size  # type: ignore[assignment]  # torch declares int; None: unequal counts
@@ -112,6 +118,12 @@ class BalancedBatchSampler(BatchSampler):
             rank=self.rank,
             shuffle=shuffle,
             seed=seed,
+        )
+        note_arguments(
+            self,
+            {"lengths": self.lengths, "rank": rank, "num_replicas": num_replicas, "batch_size": batch_size}
+            | {name: value for name, value in self._options.items() if name != "num_ranks"}
+            | ({} if batch_size is None else {"samples_per_step": None}),
         )
         self._plan: EpochPlan | None = None
         self._start = 0

@@ -85,6 +85,7 @@ class BalanceSettings:
         return [f.name for f in fields(self) if not _is_equal(getattr(self, f.name), getattr(other, f.name))]
 
 
+OPTION_NAMES = tuple(f.name for f in fields(BalanceSettings))
 OPTIONS_OF_WEIGHTS_AND_OUTPUT = frozenset({"loss_reduction", "label_key", "ignore_index", "print_summary"})
 """Options that do not decide where samples go."""
 
@@ -118,7 +119,7 @@ class HasBalanceSettings:
         print_summary: bool = True,
     ) -> None:
         super().__init__()
-        self.settings = BalanceSettings(
+        settings = BalanceSettings(
             max_tokens=max_tokens,
             samples_per_step=samples_per_step,
             lengths=lengths,
@@ -137,6 +138,10 @@ class HasBalanceSettings:
             lengths_cache_dir=lengths_cache_dir,
             print_summary=print_summary,
         )
+        self.settings = self._accept(settings)
+
+    def _accept(self, settings: BalanceSettings) -> BalanceSettings:
+        return settings
 
 
 def import_callable(path: str, argument: str) -> Callable[..., Any]:

@@ -9,8 +9,8 @@ force; the weighting multiplies it back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +59,49 @@ def batch_role(batch_index: int, slot: int, num_slots: int) -> BatchRole:
     return BatchRole(accumulation=batch_index)  # zeroes, and (b + 1) % b == 1 does not step
 
 
-def average_window(num_batches: int, num_windows: int) -> Fraction | int:
-    """Value between windows for which ``ceil(num_batches / value)`` is exactly ``num_windows``.
+class BetweenWindows(int):
+    """Value of ``trainer.accumulate_grad_batches`` while no window is open: 1, which answers for all windows.
 
-    ``Trainer.estimated_stepping_batches`` divides by ``accumulate_grad_batches``; a fraction keeps it exact for windows
-    of any length (PL#19684, PL#12894).
+    ``Trainer.estimated_stepping_batches`` is ``ceil(num_batches / accumulate_grad_batches) * max_epochs``, which no
+    number makes right when epochs have different numbers of steps (PL#19684, PL#12894). Dividing by this one gives the
+    steps of any number of epochs, counted when somebody asks. As the number 1 it says that nothing is being
+    accumulated, which a loop that restarts at a window's beginning has to know.
+
+    Args:
+        count_steps: optimizer steps in so many epochs.
 
     Example:
-        >>> average_window(11, 4), average_window(8, 4)
-        (Fraction(11, 4), 2)
+        >>> import math
+        >>> accumulate = BetweenWindows(lambda num_epochs: [0, 2, 5, 9][num_epochs])
+        >>> accumulate == 1, math.ceil(7 / accumulate) * 3
+        (True, 9)
     """
-    average = Fraction(num_batches, num_windows)
-    return int(average) if average.denominator == 1 else average
+
+    _count_steps: Callable[[int], int]
+
+    def __new__(cls, count_steps: Callable[[int], int]) -> BetweenWindows:
+        """Make the number 1 that knows the steps."""
+        self = super().__new__(cls, 1)
+        self._count_steps = count_steps
+        return self
+
+    def __rtruediv__(self, num_batches: int) -> _StepsPerEpoch:  # type: ignore[misc, override]
+        return _StepsPerEpoch(self._count_steps)
+
+
+class _StepsPerEpoch:
+    """What ``ceil(num_batches / accumulate_grad_batches)`` would be, if it were the same in every epoch."""
+
+    def __init__(self, count_steps: Callable[[int], int]) -> None:
+        self._count_steps = count_steps
+
+    def __ceil__(self) -> _StepsPerEpoch:
+        return self
+
+    def __mul__(self, num_epochs: int) -> int:
+        return self._count_steps(num_epochs)
+
+    def __rmod__(self, global_step: int) -> int:
+        # A restarting loop asks whether the checkpoint was saved at an epoch's end, and if not warns that the loader
+        # cannot resume in the middle of one. This one can.
+        return 0

@@ -204,10 +204,10 @@ def test_callbacks_and_data_module_and_overfit_batches_are_the_trainers() -> Non
     assert own in _lightning.callbacks(run)
     assert _lightning.callbacks(run) is run.callbacks, "a copy: a callback that is inserted would not run"  # type: ignore[attr-defined]
     assert _lightning.overfit_batches(run) == 0.5
-    assert _lightning.datamodule(run) is None
+    assert _lightning.train_datamodule(run) is None
     run = trainer()
     run.fit(ScalarModel(), datamodule=data)
-    assert _lightning.datamodule(run) is data
+    assert _lightning.train_datamodule(run) is data
     assert _lightning.overfit_batches(run) == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_balance.windows import average_window, batch_role
+from lightning_balance.windows import BetweenWindows, batch_role
 
 
 def walk(windows: list[int]) -> tuple[list[int], list[int]]:
@@ -63,9 +63,16 @@ def test_a_slot_outside_of_its_window_is_refused(batch: int, slot: int, window: 
         batch_role(batch, slot, window)
 
 
-@given(st.integers(1, 10_000), st.data())
-def test_the_average_window_gives_the_number_of_windows(batches: int, data: st.DataObject) -> None:
-    windows = data.draw(st.integers(1, batches))
-    average = average_window(batches, windows)
-    assert math.ceil(batches / average) == windows
-    assert isinstance(average, int) or average.denominator > 1
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 10_000))
+def test_between_windows_a_trainer_estimates_the_steps_of_all_epochs(steps_per_epoch: list[int], batches: int) -> None:
+    accumulate = BetweenWindows(lambda num_epochs: sum(steps_per_epoch[:num_epochs]))
+    num_epochs = len(steps_per_epoch)
+    estimate = math.ceil(batches / accumulate) * num_epochs  # as Trainer.estimated_stepping_batches computes it
+    assert estimate == sum(steps_per_epoch)
+    assert type(estimate) is int
+
+
+def test_between_windows_nothing_is_accumulated() -> None:
+    accumulate = BetweenWindows(lambda num_epochs: num_epochs)
+    assert all(batch % accumulate == 0 for batch in range(5))
+    assert accumulate == 1
