@@ -22,9 +22,9 @@ from tqdm import tqdm
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import environment
-from benchmarks.inputs import DISTRIBUTIONS, draw, read_profiles
+from benchmarks.inputs import DISTRIBUTIONS, draw, read_profiles, synthetic_profiles
 from benchmarks.oracles import best_by_trying, best_of_slots
-from lightning_balance import CostModel, plan_step
+from lightning_balance import CostModel, plan_epoch, plan_step
 from lightning_balance.cost import CostFunction
 from lightning_balance.efficiency import modelled_time
 
@@ -128,6 +128,25 @@ def against_programme(num_cases: int, named: dict[str, Source], seed: int = 2) -
         for name in ("all", kind, cap_name):
             rows[name].add(ours / best - 1)
     return {"num_cases": num_cases, "rows": [{"batches": name, **gaps.summary()} for name, gaps in rows.items()]}
+
+
+def on_the_input(num_steps: int) -> dict[str, Any]:
+    """Compare with the programme on the steps that the planner's benchmark plans: 8 ranks x 4 slots x 8, lognormal."""
+    lengths = next(profile.lengths for profile in synthetic_profiles() if profile.name == "lognormal_whole_steps")
+    plan = plan_epoch(lengths, samples_per_step=256, num_ranks=8, num_slots=4)
+    num_steps, gaps, times, bests, useful = min(num_steps, plan.num_steps), _Gaps(), 0.0, 0.0, 0.0
+    cost, cap = CostModel(), 8 * int(lengths.max())  # an epoch's cap comes from its longest sample
+    for index in tqdm(range(num_steps), desc="input", disable=None):
+        step = plan.step(index)
+        own = lengths[step.order]
+        time, best = step.modelled_time(), best_of_slots(own, num_ranks=8, num_slots=4, cost=cost, cap=cap)
+        gaps.add(time / best - 1)
+        times, bests, useful = times + time, bests + best, useful + float(cost.cost(1, own).sum())
+    return {
+        "model_efficiency": useful / (8 * times),
+        "model_efficiency_exact": useful / (8 * bests),
+        **gaps.summary(),
+    }
 
 
 def against_peer(num_cases: int, named: dict[str, Source], most_groups: int = 512, seed: int = 3) -> dict[str, Any]:
@@ -246,6 +265,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="folder of JSON files with a list 'lengths'")
     parser.add_argument("--trying-cases", type=int, default=2000, help="batches of up to 9 samples")
     parser.add_argument("--programme-cases", type=int, default=600, help="batches for the dynamic programme")
+    parser.add_argument("--input-steps", type=int, default=39, help="steps of the lognormal input")
     parser.add_argument("--peer-cases", type=int, default=2000, help="batches beside the peer")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
@@ -253,6 +273,7 @@ def main() -> None:
     figures = {
         "trying": against_trying(args.trying_cases, named),
         "programme": against_programme(args.programme_cases, named),
+        "input": on_the_input(args.input_steps),
         "peer": against_peer(args.peer_cases, named),
     }
     command = environment.command_line("optimality", lengths="DIR", out="DIR")

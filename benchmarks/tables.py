@@ -210,6 +210,40 @@ def scale_first(data: Json) -> str:
     return markdown([*header, "memory above the lengths"], rows)
 
 
+def lookahead(data: Json) -> str:
+    """Return what lookahead gains and what it costs in randomness."""
+    rows = [
+        [
+            f"{row['lookahead']}",
+            f"{row['model_efficiency']:.3f}",
+            f"{row['pad_efficiency']:.3f}",
+            f"{row['share_moved'] * 100:.0f} %",
+            f"{row['mean_distance_in_steps']:.1f}",
+            f"{row['length_correlation']:+.4f}",
+            f"{row['least_samples_per_step']:.0f} - {row['most_samples_per_step']:.0f}",
+            f"{row['std_of_samples_per_step']:.1f}",
+        ]
+        for row in data["rows"]
+    ]
+    header = ["lookahead", "model", "pad", "samples that change step", "by steps, on average"]
+    header += ["correlation of lengths in a step", "samples per step", "standard deviation"]
+    return markdown(header, rows)
+
+
+def optimality_input(data: Json) -> str:
+    """Return the plans of the lognormal input beside the exact programme."""
+    row = data["input"]
+    header = [
+        "39 steps of 8 x 4 x 8",
+        "model, ours",
+        "model, exact with slots of neighbours",
+        "steps above",
+        "worst step",
+    ]
+    cells = ["lognormal", f"{row['model_efficiency']:.4f}", f"{row['model_efficiency_exact']:.4f}"]
+    return markdown(header, [[*cells, f"{row['num_above']} of {row['num_compared']}", share(row["worst_excess"])]])
+
+
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "planner_samples": ("planner", planner_input),
     "planner_whole_steps": ("planner", lambda data: planner_input(data, "lognormal_whole_steps")),
@@ -220,6 +254,8 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "optimality_trying": ("optimality", optimality_trying),
     "optimality_programme": ("optimality", optimality_programme),
     "optimality_peer": ("optimality", optimality_peer),
+    "optimality_input": ("optimality", optimality_input),
+    "lookahead": ("lookahead", lookahead),
     "scale_batch": ("scale", scale_batch),
     "scale_epoch": ("scale", scale_epoch),
     "scale_first": ("scale", scale_first),

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks import environment, optimality, oracles, peers, planner, scale, tables
+from benchmarks import environment, lookahead, optimality, oracles, peers, planner, scale, tables
 from benchmarks.inputs import Profile, clip_for, draw, read_profiles, synthetic_profiles
 from benchmarks.served import ServedEpoch, figures_of
 from benchmarks.timing import alternate
@@ -40,6 +40,7 @@ def _save_results(folder):
         "optimality": {
             "trying": optimality.against_trying(6, named),
             "programme": optimality.against_programme(4, named),
+            "input": optimality.on_the_input(1),
             "peer": optimality.against_peer(4, named, most_groups=16),
         },
         "scale": {
@@ -48,6 +49,7 @@ def _save_results(folder):
             "first_micro_batch": [scale.first_micro_batch(name, 2100, 1)],
             "budget_of_a_million": None,
         },
+        "lookahead": {"rows": [lookahead.measure(np.tile(LENGTHS, 4), num, 1) for num in (1, 2)]},
     }
     for script, figures in saved.items():
         environment.save(script, figures, command=f"python -m benchmarks.{script}", folder=folder)
@@ -143,6 +145,19 @@ def test_a_worse_plan_would_be_counted_as_above(monkeypatch):
 def _time_with_real_cost(case, cost, sync, max_tokens):
     plan = optimality.plan_step(case.lengths, num_ranks=case.num_ranks, num_slots=case.num_slots)
     return optimality.modelled_time(cost(np.maximum(plan.num_samples, 1), plan.padded_lengths), sync)
+
+
+def test_lookahead_1_moves_no_sample():
+    row = lookahead.measure(np.tile(LENGTHS, 4), 1, num_epochs=1)
+    assert row["share_moved"] == 0
+    assert row["length_correlation"] == row["plain_length_correlation"]
+
+
+def test_correlation_inside_a_step_is_near_0_for_random_steps_and_high_for_sorted_ones():
+    values = np.random.default_rng(0).integers(1, 100, 1000)
+    random, sorted_ = np.arange(1000) % 10, np.argsort(np.argsort(values)) // 100
+    assert abs(lookahead.intraclass_correlation(values, random)) < 0.02
+    assert lookahead.intraclass_correlation(values, sorted_) > 0.9
 
 
 def test_profiles_are_read_clipped_and_thinned(tmp_path):
