@@ -4,6 +4,7 @@ A Python block runs in a fresh interpreter with all blocks before it in the same
 (eight GPUs, a class of the reader's) is preceded by a line `<!-- not run: REASON -->` and is only compiled.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -70,10 +71,11 @@ def test_python_examples_run(page, tmp_path):
         run = subprocess.run(
             [sys.executable, "-c", code],
             cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=200,
-            stdin=subprocess.DEVNULL,
         )
         assert run.returncode == 0, f"{code}\n{run.stderr[-3000:]}"
 
