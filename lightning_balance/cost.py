@@ -238,13 +238,14 @@ def probe_points(padded_lengths: NDArray[np.int64], max_count: int) -> tuple[NDA
 
 def _vectorised(cost: CostFunction, counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> CostFunction:
     """Return ``cost`` where it works on arrays, else a version that calls it number by number."""
-    shape = (len(counts), len(lengths))
+    # arrays of one element would hide that a callable wants single numbers: repeat the last points
+    grid = np.broadcast_arrays(np.append(counts, counts[-1])[:, None], np.append(lengths, lengths[-1])[None, :])
     one_by_one = np.vectorize(cost, otypes=[np.float64])
     try:
-        values = np.asarray(cost(*np.broadcast_arrays(counts[:, None], lengths[None, :])), dtype=np.float64)
+        values = np.asarray(cost(*grid), dtype=np.float64)
     except (TypeError, ValueError):  # math.sqrt, max and if want single numbers
         return one_by_one
-    if values.shape != shape:
+    if values.shape != grid[0].shape:
         return one_by_one
     corner = float(cost(int(counts[-1]), int(lengths[-1])))
     return cost if np.isclose(values[-1, -1], corner, equal_nan=True) else one_by_one

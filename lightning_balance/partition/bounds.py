@@ -7,9 +7,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_balance.partition.problem import Problem
 
-# The first grid has about this many entries per table of bounds by samples: more bounds where there are few samples,
+# The first grid has about this many entries (bounds by samples by slots): more bounds where there are few samples,
 # since a slot's bound is then one of few values and a rough grid misses the good ones.
-_TABLE_SIZE = 32768
+_TABLE_SIZE = 131_072
 _OFFSETS = (
     np.array([0.6, 0.75, 0.86, 0.93, 0.97, 0.985, 1.0, 1.015, 1.03, 1.07, 1.15, 1.35, 1.6]),
     np.array([0.97, 0.98, 0.985, 0.99, 0.995, 0.9975, 1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03]),
@@ -23,7 +23,7 @@ def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
     Slots near the mean cost are covered evenly (their errors add up, so absolute distances count), more expensive ones
     (an outlier, or a slot that takes over the work of others) geometrically.
     """
-    num_bounds = min(max(_TABLE_SIZE // problem.num_samples, _FEWEST), _MOST)
+    num_bounds = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), _FEWEST), _MOST)
     every = _every_group_cost(problem, 2 * num_bounds)
     if every is not None and len(every) <= num_bounds:
         return every

@@ -9,12 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.partition.even import even_cuts
-from lightning_balance.partition.exhaustive import best_for_slots, best_for_step, is_small
+from lightning_balance.partition.exhaustive import (
+    best_assignment,
+    best_for_slots,
+    best_for_step,
+    is_small,
+    is_small_assignment,
+)
 from lightning_balance.partition.greedy import split_groups
 from lightning_balance.partition.polish import polish_slots
 from lightning_balance.partition.prices import improve_by_prices
 from lightning_balance.partition.problem import Problem
-from lightning_balance.partition.ranks import assign, balance_ranks
+from lightning_balance.partition.ranks import balance_groups, balance_ranks
 from lightning_balance.partition.slots import dealt_time, slot_cuts, smallest_bound
 
 FILLER = -1
@@ -48,7 +54,7 @@ def cut(problem: Problem, num_slots: int, sync: str) -> Cut:
         sync: ``"micro_batch"``: least sum over slots of the slowest rank; ``"step"``: least sum of the slowest rank.
     """
     num_groups = num_slots * problem.num_ranks
-    if problem.num_samples <= num_groups:
+    if problem.num_samples < num_groups:
         return _singles(problem, num_slots, sync)
     if sync == "step" and num_slots > 1:
         if is_small(problem, num_groups, sync):
@@ -99,6 +105,11 @@ def _singles(problem: Problem, num_slots: int, sync: str) -> Cut:
     """Return one group per sample and fillers."""
     num_fillers = num_slots * problem.num_ranks - problem.num_samples
     costs = np.append(problem.single_costs, np.full(num_fillers, problem.single_costs[-1]))
-    deal = (assign if sync == "step" else deal_by_cost)(costs, problem.num_ranks)
+    if sync == "micro_batch":
+        deal = deal_by_cost(costs, problem.num_ranks)
+    elif is_small_assignment(len(costs), problem.num_ranks):
+        deal = best_assignment(costs, problem.num_ranks)
+    else:
+        deal = balance_groups(costs, problem.num_ranks)
     starts = np.arange(problem.num_samples + 1)
     return Cut(starts=starts, deal=np.where(deal < problem.num_samples, deal, FILLER))

@@ -57,6 +57,21 @@ def best_for_step(problem: Problem, num_groups: int) -> tuple[NDArray[np.int64],
     return cuts[cut], assignments[assignment].T
 
 
+def is_small_assignment(num_groups: int, num_ranks: int) -> bool:
+    """Return whether every assignment of given groups can be tried."""
+    return num_assignments(num_groups, num_ranks) <= _MOST_TRIED
+
+
+def best_assignment(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
+    """Return the groups of each rank, of shape ``(num_slots, num_ranks)``, with the least slowest rank.
+
+    >>> best_assignment(np.array([3.0, 3.0, 2.0, 2.0, 2.0, 0.0]), 2).T.tolist()
+    [[0, 1, 5], [2, 3, 4]]
+    """
+    assignments = all_assignments(len(costs), num_ranks)
+    return assignments[costs[assignments].sum(axis=2).max(axis=1).argmin()].T
+
+
 def num_assignments(num_groups: int, num_ranks: int) -> int:
     """Return how many ways there are to give groups to ranks, as many to each, up to the order of ranks and slots."""
     return factorial(num_groups) // (factorial(num_groups // num_ranks) ** num_ranks * factorial(num_ranks))

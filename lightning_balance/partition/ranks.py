@@ -30,6 +30,23 @@ def assign(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
     return deal
 
 
+def balance_groups(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
+    """Assign given groups to ranks, as many to each, until no exchange of two groups helps the slowest rank.
+
+    >>> balance_groups(np.array([5.0, 4.0, 3.0, 2.0]), num_ranks=2).T.tolist()
+    [[0, 3], [1, 2]]
+    """
+    deal = assign(costs, num_ranks)
+    rank_of = np.empty(len(costs), dtype=np.int64)
+    rank_of[deal] = np.arange(num_ranks)
+    sums = costs[deal].sum(axis=0)
+    for _ in range(_MOST_MOVES_PER_GROUP * len(costs)):
+        slowest = int(sums.argmax())
+        if not _swap(costs, deal, rank_of, sums, slowest, sums[slowest] * (1 - 1e-9)):
+            break
+    return deal
+
+
 def balance_ranks(problem: Problem, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Assign the groups of a cut to ranks and improve both, until the slowest rank cannot be helped by one move.
 

@@ -20,9 +20,10 @@ from lightning_balance.partition.problem import Problem
 
 # Slots begin at one of at most this many positions in a pass; later passes choose them around the solution.
 _MOST_POSITIONS = 256
-# Each pass finds the bounds of its slots up to such a part.
+# How far to believe in what runs of several slots save: not at all (runs of one slot only), or as estimated.
 _TRUSTS = (0.0, 1.0)
-_TOLERANCES = (0.02, 0.005, 0.002)
+# Each pass finds the bounds of its runs up to such a part.
+_TOLERANCES = (0.02, 0.002)
 
 
 class Run(NamedTuple):
@@ -44,7 +45,7 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     cuts: dict[float, NDArray[np.int64]] = {}
     for number, tolerance in enumerate(_TOLERANCES, start=1):
         table = _runs(problem, bounds, positions, num_slots)
-        for trust in _TRUSTS[: 1 if num_slots == 1 else None]:
+        for trust in _TRUSTS:
             runs = _solve(problem, num_slots, bounds, positions, table, trust, tolerance)
             starts = _fill(problem, runs)
             time = dealt_time(problem, starts)
@@ -57,10 +58,6 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
         bounds = bounds_around([run.bound for run in found], number)
         positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
     return [cuts[time] for time in sorted(cuts)]
-
-
-def cut_slots(problem, num_slots):
-    return slot_cuts(problem, num_slots)[0]
 
 
 def dealt_time(problem: Problem, starts: NDArray[np.int64]) -> float:
