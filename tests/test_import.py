@@ -26,7 +26,7 @@ LAYERS = {
         "shuffle",
         "validation",
     ),
-    1: ("lengths", "memory", "metrics", "sampler"),
+    1: ("_reinstantiation", "lengths", "memory", "metrics", "sampler"),
 }
 FOREIGN_TO = {
     0: ("torch", "lightning", "torchmetrics", "transformers", "datasets"),
