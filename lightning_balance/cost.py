@@ -178,11 +178,13 @@ class PreparedCost:
         if model is not None:
             room = np.maximum(bounds * (1 + ROUNDING) - model.intercept, 0.0)
             counts = room[:, None] / (model.cost(1, padded_lengths) - model.intercept)
-            return np.minimum(counts, self.max_count, out=counts).astype(np.int64)
+            largest: NDArray[np.int64] = np.minimum(counts, self.max_count, out=counts).astype(np.int64)
+            return largest
         unique, inverse = np.unique(padded_lengths, return_inverse=True)
         limits = bounds * (1 + ROUNDING)
         table = [np.searchsorted(self.row(length), limits, side="right") for length in unique.tolist()]
-        return np.stack(table, axis=1)[:, inverse]
+        counts_of_unique: NDArray[np.int64] = np.stack(table, axis=1)
+        return counts_of_unique[:, inverse]
 
     def price_per_micro_batch(self, padded_length: int) -> float:
         """Return what one more micro-batch costs by itself: what two samples save by sharing one."""

@@ -67,7 +67,7 @@ class EpochPlan:
 
     @cached_property
     def num_slots_per_step(self) -> NDArray[np.int64]:
-        """Micro-batches per rank of each step, exact, of shape ``(num_steps,)``; a budget is planned for on first use."""
+        """Micro-batches per rank of each step, exact, of shape ``(num_steps,)``; with a budget planned on first use."""
         fixed = self._planner.rules.num_slots
         if fixed is not None:
             return np.full(self.num_steps, fixed, dtype=np.int64)
@@ -162,17 +162,19 @@ def plan_epoch(
         cost: modelled time of a micro-batch, monotone in both arguments; None: ``CostModel()``.
         sync: when ranks wait for each other: after every ``"micro_batch"`` (FSDP) or once a ``"step"`` (DDP).
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
-        oversize: a sample longer than ``max_tokens`` becomes a ``"single"`` micro-batch, an ``"error"``, or is left out (``"skip"``).
-        step_unit: ``"samples"``: every step has ``samples_per_step``; ``"tokens"``: every step takes as many samples as fill
-            its micro-batches to the budget, the rest goes to the next step. Without ``samples_per_step``: ``"tokens"``.
+        oversize: a sample longer than ``max_tokens`` becomes a ``"single"`` micro-batch, an ``"error"``, or is left
+            out (``"skip"``).
+        step_unit: ``"samples"``: every step has ``samples_per_step``; ``"tokens"``: every step takes as many samples
+            as fill its micro-batches to the budget, the rest goes to the next step. Without ``samples_per_step``:
+            ``"tokens"``.
         lookahead: consecutive steps that may exchange samples.
         max_shapes: most distinct padded lengths in the epoch; None: no limit.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, the cost is not monotone, a sample is over the budget and ``oversize`` is
-            ``"error"``, or the epoch would be empty. A step whose samples ``max_tokens`` does not hold in ``num_slots``
-            raises when it is planned.
+        ValueError: an argument is out of range, the cost is not monotone, a sample is over the budget and ``oversize``
+            is ``"error"``, or the epoch would be empty. A step whose samples do not fit into ``num_slots`` under
+            ``max_tokens`` raises when it is planned.
 
     >>> plan = plan_epoch([3, 5, 9, 2, 4], samples_per_step=4, num_ranks=2, shuffle=False)
     >>> plan.num_steps, plan.num_samples, plan.step(1).is_filler(1, 0)
@@ -192,8 +194,8 @@ def plan_epoch(
     seed, epoch = check_int_at_least("seed", seed, 0), check_int_at_least("epoch", epoch, 0)
     check_positive_int("lookahead", lookahead)
     rules = StepRules.checked(
-        num_ranks=num_ranks, num_slots=1 if in_tokens and num_slots is None else num_slots, max_tokens=max_tokens, sync=sync,
-        pad_to_multiple_of=pad_to_multiple_of, oversize=oversize, max_shapes=max_shapes,
+        num_ranks=num_ranks, num_slots=1 if in_tokens and num_slots is None else num_slots, max_tokens=max_tokens,
+        sync=sync, pad_to_multiple_of=pad_to_multiple_of, oversize=oversize, max_shapes=max_shapes,
     )  # fmt: skip
     rules = rules.with_shapes(lengths)
     padded = rules.padded(lengths)

@@ -70,7 +70,7 @@ class WindowPlanner:
         return [self._step_of_window(order, cut, slots) for slots in dealt]
 
     def _window_rules(self, num_steps: int) -> StepRules:
-        """Return the rules for a window of several steps: its slots are shared out afterwards, so they stay together."""
+        """Return the rules for a window: slots that are shared out to several steps have to stay together."""
         return self.rules if num_steps == 1 else replace(self.rules, sync="micro_batch")
 
     def groups_needed(self, start: int, end: int) -> int:
@@ -79,7 +79,7 @@ class WindowPlanner:
         return fewest_groups(self._sorted_padded(start, end), self.rules.max_tokens)
 
     def longest_prefix(self, start: int, total: int, num_steps: int, guess: int) -> int:
-        """Return the last ``end`` for which ``[start, end)`` fits into the micro-batches of some steps, at most ``total``."""
+        """Return the last ``end``, at most ``total``, for which ``[start, end)`` fits into some steps."""
         num_groups = num_steps * self.groups_per_step
         low = min(start + num_groups, total)  # as many samples as micro-batches always fit
         step = max(guess // 64, 1) if guess else num_groups
@@ -150,7 +150,8 @@ def slots_of_steps(num_slots: int, num_steps: int) -> NDArray[np.int64]:
 def deal_slots(num_samples: NDArray[np.int64], num_steps: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
     """Deal slots to steps so that steps hold about equally many samples and each mixes short and long ones.
 
-    Slots are sorted by their number of samples, which is by length too, and dealt one stratum of ``num_steps`` slots at a
+    Slots are sorted by their number of samples, which is by length too, and dealt one stratum of ``num_steps`` slots
+    at a
     time: the slot with the most samples goes to the step that has the fewest so far.
 
     Args:

@@ -56,7 +56,8 @@ class StepPlan:
     @property
     def padded_tokens(self) -> NDArray[np.int64]:
         """Tokens that each micro-batch really runs, fillers too, of shape ``(num_slots, num_ranks)``."""
-        return np.maximum(self.num_samples, 1) * self.padded_lengths
+        tokens: NDArray[np.int64] = np.maximum(self.num_samples, 1) * self.padded_lengths
+        return tokens
 
     def micro_batch(self, rank: int, slot: int) -> NDArray[np.int64]:
         """Return the positions of a micro-batch, longest sample first; for a filler the one copied sample.
@@ -66,7 +67,8 @@ class StepPlan:
         """
         self._check_place(rank, slot)
         start = self.starts[slot, rank]
-        return self.order[start : start + max(int(self.num_samples[slot, rank]), 1)].copy()
+        positions: NDArray[np.int64] = self.order[start : start + max(int(self.num_samples[slot, rank]), 1)].copy()
+        return positions
 
     def is_filler(self, rank: int, slot: int) -> bool:
         """Return whether a micro-batch only keeps the ranks in step: its gradient has weight 0."""
@@ -89,8 +91,8 @@ class StepPlan:
     def modelled_time(self, sync: str = "micro_batch") -> float:
         """Return how long the step takes in units of the cost.
 
-        With ``sync="micro_batch"`` ranks wait for each other in every slot: the sum over slots of the slowest rank. With
-        ``"step"`` they wait once: the slowest rank's sum over its slots.
+        With ``sync="micro_batch"`` ranks wait for each other in every slot: the sum over slots of the slowest rank.
+        With ``"step"`` they wait once: the slowest rank's sum over its slots.
 
         >>> plan_step([9, 1, 1, 1], num_ranks=2, cost=lambda n, length: n * length).modelled_time("step")
         9.0
@@ -130,13 +132,14 @@ def plan_step(
         cost: modelled time of a micro-batch, monotone in both arguments; None: ``CostModel()``.
         sync: when ranks wait for each other: after every ``"micro_batch"`` (FSDP) or once a ``"step"`` (DDP).
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
-        oversize: a sample longer than ``max_tokens`` becomes a ``"single"`` micro-batch, an ``"error"``, or is left out (``"skip"``).
+        oversize: a sample longer than ``max_tokens`` becomes a ``"single"`` micro-batch, an ``"error"``, or is left
+            out (``"skip"``).
         max_shapes: most distinct padded lengths; None: no limit.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, the cost is not monotone, a sample is over the budget and ``oversize`` is
-            ``"error"``, or ``max_tokens`` does not fit ``num_slots``.
+        ValueError: an argument is out of range, the cost is not monotone, a sample is over the budget and ``oversize``
+            is ``"error"``, or ``max_tokens`` does not fit ``num_slots``.
 
     >>> plan = plan_step([513, 100, 100], num_ranks=1, max_tokens=512)
     >>> [plan.micro_batch(0, slot).tolist() for slot in range(plan.num_slots)]
@@ -144,15 +147,16 @@ def plan_step(
     """
     lengths = validate_lengths(lengths)
     rules = StepRules.checked(
-        num_ranks=num_ranks, num_slots=num_slots, max_tokens=max_tokens, sync=sync, pad_to_multiple_of=pad_to_multiple_of,
-        oversize=oversize, max_shapes=max_shapes,
+        num_ranks=num_ranks, num_slots=num_slots, max_tokens=max_tokens, sync=sync,
+        pad_to_multiple_of=pad_to_multiple_of, oversize=oversize, max_shapes=max_shapes,
     )  # fmt: skip
     rules = rules.with_shapes(lengths)
     padded = rules.padded(lengths)
     kept, skipped = rules.sort_out_oversize(lengths, padded)
     if len(kept) == 0:
         raise ValueError(
-            f"oversize='skip' leaves no sample: all {len(lengths)} are longer than max_tokens={max_tokens}; raise max_tokens"
+            f"oversize='skip' leaves no sample: all {len(lengths)} are longer than max_tokens={max_tokens}; "
+            "raise max_tokens"
         )
     prepared = prepare_cost(cost, padded[kept], max_count=len(kept))
     return plan_positions(kept, lengths, padded, prepared, rules, skipped=skipped)
@@ -228,8 +232,8 @@ class StepRules:
         index = int(np.argmax(over))
         raise ValueError(
             f"lengths[{index}] is {lengths[index]} (padded to {padded[index]}), above max_tokens={self.max_tokens} "
-            f"({int(over.sum())} of {len(lengths)} samples are): raise max_tokens, clip the samples, or set oversize to "
-            "'single' or 'skip'"
+            f"({int(over.sum())} of {len(lengths)} samples are): raise max_tokens, clip the samples, or set "
+            "oversize to 'single' or 'skip'"
         )
 
 

@@ -42,8 +42,8 @@ class SampleSchedule:
     def __init__(self, *, num_samples: int, samples_per_step: int, lookahead: int, drop_last: bool) -> None:
         if drop_last and num_samples < samples_per_step:
             raise ValueError(
-                f"an epoch would be empty: {num_samples} samples are fewer than samples_per_step={samples_per_step} and "
-                "drop_last=True leaves out a step that is not full; lower samples_per_step or set drop_last=False"
+                f"an epoch would be empty: {num_samples} samples are fewer than samples_per_step={samples_per_step} "
+                "and drop_last=True leaves out a step that is not full; lower samples_per_step or set drop_last=False"
             )
         self.num_steps = num_samples // samples_per_step if drop_last else -(-num_samples // samples_per_step)
         self.num_samples = min(self.num_steps * samples_per_step, num_samples)
@@ -87,8 +87,8 @@ class TokenSchedule:
         self._find(0)
         if not self._windows:
             raise ValueError(
-                f"an epoch would be empty: {num_samples} samples do not fill one step and drop_last=True leaves out a step "
-                "that is not full; lower max_tokens or num_slots, or set drop_last=False"
+                f"an epoch would be empty: {num_samples} samples do not fill one step and drop_last=True leaves out "
+                "a step that is not full; lower max_tokens or num_slots, or set drop_last=False"
             )
 
     @cached_property

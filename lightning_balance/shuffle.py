@@ -13,9 +13,9 @@ _NUM_ROUNDS = 8
 class EpochOrder:
     """The positions ``0 .. num_samples - 1`` in the order of one epoch.
 
-    Up to 2,097,152 samples the order is ``np.random.default_rng([seed, epoch]).permutation(num_samples)``. Above, it is a
-    keyed bijection (a Feistel network with keys from the same generator, values outside the range mapped again until
-    they fall inside; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed slice by slice.
+    Up to 2,097,152 samples the order is ``np.random.default_rng([seed, epoch]).permutation(num_samples)``. Above, it
+    is a keyed bijection (a Feistel network with keys from the same generator, values outside the range mapped again
+    until they fall inside; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed slice by slice.
 
     >>> EpochOrder(5, seed=0, epoch=1, shuffle=False).slice(1, 3)
     array([1, 2])
@@ -64,11 +64,13 @@ def _feistel(values: NDArray[np.uint64], half_bits: np.uint64, keys: NDArray[np.
     left, right = values >> half_bits, values & mask
     for key in keys:
         left, right = right, left ^ (_mix(right + key) & mask)
-    return (left << half_bits) | right
+    joined: NDArray[np.uint64] = (left << half_bits) | right
+    return joined
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble 64-bit integers (the finaliser of MurmurHash3); overflow wraps around."""
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(33))
+    return mixed

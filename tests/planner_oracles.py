@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ def cuts(num_samples: int, num_groups: int) -> Iterator[list[tuple[int, int]]]:
     """All ways to cut a sorted list into groups that are not empty."""
     for inner in combinations(range(1, num_samples), num_groups - 1):
         edges = [0, *inner, num_samples]
-        yield list(zip(edges[:-1], edges[1:], strict=True))
+        yield list(pairwise(edges))
 
 
 def assignments(groups: list[int], num_slots: int) -> Iterator[list[list[int]]]:

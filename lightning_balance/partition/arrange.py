@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 def arrange(costs: NDArray[np.float64], sync: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the order in which a step runs its micro-batches, without changing its modelled time.
 
-    With ``sync="micro_batch"`` slots stay together: the heaviest slot first, and in slot ``s`` the heaviest micro-batch on
-    rank ``s``, the next on rank ``s + 1``, and so on. With ``"step"`` ranks stay together: each runs its heaviest first, and
-    the heaviest rank is rank 0.
+    With ``sync="micro_batch"`` slots stay together: the heaviest slot first, and in slot ``s`` the heaviest
+    micro-batch on rank ``s``, the next on rank ``s + 1``, and so on. With ``"step"`` ranks stay together: each runs
+    its heaviest first, and the heaviest rank is rank 0.
 
     Args:
         costs: cost of each micro-batch, of shape ``(num_slots, num_ranks)``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,9 +77,7 @@ def split_heaviest(problem: Problem, starts: list[int], num_groups: int) -> list
     if missing:
         costs = problem.group_costs(np.array(starts)).tolist()
         heap = [
-            (-cost, begin, end)
-            for cost, begin, end in zip(costs, starts[:-1], starts[1:], strict=True)
-            if end - begin > 1
+            (-cost, begin, end) for cost, (begin, end) in zip(costs, pairwise(starts), strict=True) if end - begin > 1
         ]
         heapq.heapify(heap)
         for _ in range(missing):

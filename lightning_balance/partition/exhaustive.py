@@ -26,7 +26,8 @@ def all_cuts(problem: Problem, num_groups: int) -> NDArray[np.int64]:
     edges = np.full((len(inner), 1), problem.num_samples)
     starts = np.concatenate([np.zeros_like(edges), inner, edges], axis=1)
     allowed = (np.diff(starts, axis=1) <= problem.largest[starts[:, :-1]]).all(axis=1)
-    return starts[allowed]
+    cuts: NDArray[np.int64] = starts[allowed]
+    return cuts
 
 
 def is_small(problem: Problem, num_groups: int, sync: str) -> bool:
@@ -44,7 +45,8 @@ def best_for_slots(problem: Problem, num_groups: int) -> NDArray[np.int64]:
     cuts = all_cuts(problem, num_groups)
     costs = problem.cost(np.diff(cuts, axis=1), problem.padded[cuts[:, :-1]])
     times = -np.sort(-costs, axis=1)[:, :: problem.num_ranks]
-    return cuts[times.sum(axis=1).argmin()]
+    best: NDArray[np.int64] = cuts[times.sum(axis=1).argmin()]
+    return best
 
 
 def best_for_step(problem: Problem, num_groups: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -69,12 +71,14 @@ def best_assignment(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.in
     [[0, 1, 5], [2, 3, 4]]
     """
     assignments = all_assignments(len(costs), num_ranks)
-    return assignments[costs[assignments].sum(axis=2).max(axis=1).argmin()].T
+    best: NDArray[np.int64] = assignments[costs[assignments].sum(axis=2).max(axis=1).argmin()].T
+    return best
 
 
 def num_assignments(num_groups: int, num_ranks: int) -> int:
     """Return how many ways there are to give groups to ranks, as many to each, up to the order of ranks and slots."""
-    return factorial(num_groups) // (factorial(num_groups // num_ranks) ** num_ranks * factorial(num_ranks))
+    num_orders: int = factorial(num_groups // num_ranks) ** num_ranks * factorial(num_ranks)
+    return factorial(num_groups) // num_orders
 
 
 @lru_cache(maxsize=64)

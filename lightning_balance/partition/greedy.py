@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,11 +55,7 @@ def split_groups(starts: NDArray[np.int64], padded: NDArray[np.int64], num_group
     if missing <= 0:
         return starts
     bounds = starts.tolist()
-    heap = [
-        (-(end - start) * int(padded[start]), start, end)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-        if end - start > 1
-    ]
+    heap = [(-(end - start) * int(padded[start]), start, end) for start, end in pairwise(bounds) if end - start > 1]
     heapq.heapify(heap)
     for _ in range(missing):
         _, start, end = heapq.heappop(heap)

@@ -1,7 +1,8 @@
 """Local search on a cut: move one sample from a group that sets its slot's time to some other group.
 
-Slots of neighbours are nearly optimal, but not quite: a slot that has to hold an outlier has room for many short samples
-in its other groups. With groups dealt to slots by cost any group may become any slot's, so the search finds such cuts.
+Slots of neighbours are nearly optimal, but not quite: a slot that has to hold an outlier has room for many short
+samples in its other groups. With groups dealt to slots by cost any group may become any slot's, so the search finds
+such cuts.
 """
 
 from __future__ import annotations
@@ -64,4 +65,5 @@ def _times(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.float64]:
     starts = np.cumsum(counts, axis=1) - counts
     costs = problem.cost(counts, problem.padded[starts])
     costs[counts > problem.largest[starts]] = np.inf
-    return -np.sort(-costs, axis=1)[:, :: problem.num_ranks].sum(axis=1)
+    times: NDArray[np.float64] = -np.sort(-costs, axis=1)[:, :: problem.num_ranks].sum(axis=1)
+    return times

@@ -1,7 +1,9 @@
 """Mix slots along the list: every group may take the bound of any slot, and each bound has a price.
 
-Given one cost bound per slot and a price for a group under it, the cheapest way through the sorted samples is a shortest
-path: ``V(i) = min over slots s of price_s + V(end_s(i))``. With the right prices (the multipliers of "each bound is used
+Given one cost bound per slot and a price for a group under it, the cheapest way through the sorted samples is a
+shortest
+path: ``V(i) = min over slots s of price_s + V(end_s(i))``. With the right prices (the multipliers of "each bound is
+    used
 ``num_ranks`` times") it fits each stretch of lengths with the bound that leaves the least room unused. The right bounds
 and prices are searched for around those of a known cut, many combinations at once; what counts is the time of the cut
 that comes out.
@@ -79,10 +81,7 @@ def _cheapest_paths(
     ends = np.ascontiguousarray(problem.ends_within(bounds.T.ravel()).T)
     singles = np.append(problem.single_costs, 0.0)[:, None]
     fees = np.where(singles > bounds.T.ravel() * (1 + ROUNDING), np.inf, prices.T.ravel())
-    if num_groups > _MANY:
-        totals = fees - problem.work[ends]
-    else:
-        totals = _path_lengths(ends, fees, number)
+    totals = fees - problem.work[ends] if num_groups > _MANY else _path_lengths(ends, fees, number)
     shape = (-1, num_slots, number)
     choice = totals.reshape(shape).argmin(axis=1)
     hops = np.take_along_axis(ends.reshape(shape), choice[:, None], axis=1)[:, 0]

@@ -148,13 +148,15 @@ class Problem:
 
     @cached_property
     def _largest(self) -> list[int]:
-        return self.largest.tolist()
+        largest: list[int] = self.largest.tolist()
+        return largest
 
     @cached_property
     def _units(self) -> list[float]:
         model = self.cost.linear
         assert model is not None
-        return (self.single_costs - model.intercept).tolist()
+        units: list[float] = (self.single_costs - model.intercept).tolist()
+        return units
 
     @cached_property
     def _rows(self) -> list[list[float]]:

@@ -1,10 +1,11 @@
 """Where to cut when ranks wait in every slot: least sum over slots of the slowest rank.
 
-Samples are sorted from longest to shortest, slots take neighbours. Under a cost bound ``T`` a slot that starts at sample
-``i`` reaches ``F_T(i)``: the groups of its ranks are filled one after another as far as ``T`` allows. That is the
-``num_ranks``-fold power of a map, found for all starts at once by repeated squaring. With ``H_s(i)`` the least time of
-``s`` slots for the samples from ``i`` on, ``H_s(i) = min over T of T + H_{s-1}(F_T(i))``. Bounds come from a grid that is
-then refined around the solution; every pass ends with the exact smallest bound of each slot.
+Samples are sorted from longest to shortest; runs of one or more slots take neighbours. Under a cost bound ``T`` the
+groups of a slot that starts at sample ``i`` are filled one after another as far as ``T`` allows, up to ``F_T(i)``.
+That is the ``num_ranks``-fold power of a map, found for all starts at once by repeated squaring. With ``H_s(i)`` the
+least time of ``s`` slots for the samples from ``i`` on, ``H_s(i) = min over T and r of time_r(T, i) +
+H_{s-r}(F_T^r(i))``: a run of ``r`` slots under one bound takes less than ``r * T``, since its groups, dealt to slots
+by cost, leave room unused in one slot only. Bounds come from a grid that is then refined around the solution.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ class Run(NamedTuple):
     bound: float
 
 
+class RunTable(NamedTuple):
+    """Runs of 1, 2, ... slots from every position under every bound; each entry is ``(num_bounds, num_positions)``."""
+
+    bounds: NDArray[np.float64]
+    positions: NDArray[np.int64]
+    reaches: list[NDArray[np.int64]]
+    """Where the run ends."""
+    times: list[NDArray[np.float64]]
+    """Its time if every group took as long as the bound allows."""
+    savings: list[NDArray[np.float64]]
+    """How much less it is expected to take because its groups are dealt to slots by cost."""
+
+
 def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     """Return good cuts, best first: starts of the groups from the longest samples on, then the number of samples.
 
@@ -44,9 +58,9 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     best: dict[float, tuple[float, list[Run]]] = {}
     cuts: dict[float, NDArray[np.int64]] = {}
     for number, tolerance in enumerate(_TOLERANCES, start=1):
-        table = _runs(problem, bounds, positions, num_slots)
+        table = _run_table(problem, bounds, positions, num_slots)
         for trust in _TRUSTS:
-            runs = _solve(problem, num_slots, bounds, positions, table, trust, tolerance)
+            runs = _solve(problem, table, num_slots, trust, tolerance)
             starts = _fill(problem, runs)
             time = dealt_time(problem, starts)
             cuts[time] = starts
@@ -105,41 +119,32 @@ def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough:
     return high
 
 
-def _solve(
-    problem: Problem,
-    num_slots: int,
-    bounds: NDArray[np.float64],
-    positions: NDArray[np.int64],
-    table,
-    trust: float,
-    tolerance: float,
-) -> list[Run]:
-    """Return the best runs that begin at ``positions`` with bounds from a grid, each bound then made smallest."""
-    num_samples, num_ranks = problem.num_samples, problem.num_ranks
-    reaches, fulls, savings = table
+def _solve(problem: Problem, table: RunTable, num_slots: int, trust: float, tolerance: float) -> list[Run]:
+    """Return the runs with the least time, each bound then made smaller as far as its samples allow."""
+    num_samples, num_ranks, positions = problem.num_samples, problem.num_ranks, table.positions
     longest = num_slots if trust else 1
-    prices = [full - trust * saving for full, saving in zip(fulls, savings, strict=True)]
+    prices = [time - trust * saved for time, saved in zip(table.times, table.savings, strict=True)]
     place = np.searchsorted(positions, np.arange(num_samples + 1), side="right") - 1
-    times = [np.where(positions == num_samples, 0.0, np.inf)]
+    least = [np.where(positions == num_samples, 0.0, np.inf)]
     choices: list[NDArray[np.int64]] = []
     for num_left in range(1, num_slots + 1):
-        tables = []
+        options = []
         for length in range(1, min(num_left, longest) + 1):
             limit = num_samples - (num_left - length) * num_ranks  # every later group needs a sample
-            landing = place[np.minimum(reaches[length - 1], limit)]
-            table = prices[length - 1] + np.take(times[num_left - length], landing)
-            table[:, positions > limit - length * num_ranks] = np.inf
-            tables.append(table)
-        table = np.concatenate(tables)
-        choice = table.argmin(axis=0)
-        times.append(table[choice, np.arange(len(positions))])
-        choices.append(choice)
-    runs, begin, num_left = [], 0, num_slots
+            landing = place[np.minimum(table.reaches[length - 1], limit)]
+            option = prices[length - 1] + np.take(least[num_left - length], landing)
+            option[:, positions > limit - length * num_ranks] = np.inf
+            options.append(option)
+        every = np.concatenate(options)
+        choices.append(every.argmin(axis=0))
+        least.append(np.take_along_axis(every, choices[-1][None], axis=0)[0])
+    runs: list[Run] = []
+    begin, num_left = 0, num_slots
     while num_left:
-        length, row = divmod(int(choices[num_left - 1][place[begin]]), len(bounds))
+        length, row = divmod(int(choices[num_left - 1][place[begin]]), len(table.bounds))
         length += 1
         num_left -= length
-        num_groups, bound = length * num_ranks, float(bounds[row])
+        num_groups, bound = length * num_ranks, float(table.bounds[row])
         end = problem.fill(begin, num_samples - num_left * num_ranks, bound, num_groups)[-1]
         runs.append(Run(begin, end, length, small_bound(problem, begin, end, num_groups, bound, tolerance)))
         begin = end
@@ -147,42 +152,44 @@ def _solve(
     return runs
 
 
-def _runs(
-    problem: Problem, bounds: NDArray[np.float64], positions: NDArray[np.int64], num_slots: int
-) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float64]]]:
-    """Return where runs of 1, 2, ... slots end and what they cost, each of shape ``(num_bounds, num_positions)``."""
+def _run_table(problem: Problem, bounds: NDArray[np.float64], positions: NDArray[np.int64], num_slots: int) -> RunTable:
     hop = problem.ends_within(bounds)
-    width = hop.shape[1]
-    counts = hop - np.arange(width)
+    counts = hop - np.arange(hop.shape[1])
     counts[:, -1] = 1
-    slack = np.maximum(bounds[:, None] - problem.cost(counts, np.append(problem.padded, 1)), 0.0)
-    slack[:, -1] = 0.0
-    offsets = np.arange(len(bounds))[:, None] * width
-    levels = []
-    hop, slack = (hop + offsets).ravel(), slack.ravel()
-    num_left = problem.num_ranks
-    while num_left:
-        if num_left & 1:
-            levels.append((hop, slack))
-        num_left >>= 1
-        if num_left:
-            slack = slack + np.take(slack, hop)
-            hop = np.take(hop, hop)
+    room = np.maximum(bounds[:, None] - problem.cost(counts, np.append(problem.padded, 1)), 0.0)
+    room[:, -1] = 0.0
+    offsets = np.arange(len(bounds))[:, None] * hop.shape[1]
+    levels = _squares((hop + offsets).ravel(), room.ravel(), problem.num_ranks)
     reached = positions + offsets
-    unused = np.zeros(reached.shape)
+    unused, time = np.zeros(reached.shape), np.zeros(reached.shape)
     singles = np.append(problem.single_costs, np.zeros(num_slots * problem.num_ranks + 1))
-    full = np.zeros(reached.shape)
-    reaches, fulls, savings = [], [], []
+    reaches, times, savings = [], [], []
     for length in range(1, num_slots + 1):
-        for hop, slack in levels:
-            unused += np.take(slack, reached)
-            reached = np.take(hop, reached)
+        for level_hop, level_room in levels:
+            unused = unused + np.take(level_room, reached)
+            reached = np.take(level_hop, reached)
         reaches.append(reached - offsets)
-        # where samples alone are above the bound, they are the first groups: some of them lead slots
-        full = full + np.maximum(bounds[:, None], singles[positions + (length - 1) * problem.num_ranks])
-        fulls.append(full)
+        # samples that alone are above the bound are the first groups of the run, so they lead its first slots
+        time = time + np.maximum(bounds[:, None], singles[positions + (length - 1) * problem.num_ranks])
+        times.append(time)
+        # dealt by cost, slots of a run lie below the bound by what is unused on average: evenly from 0 to twice that
         savings.append(unused * ((length - 1) / (length * problem.num_ranks)))
-    return reaches, fulls, savings
+    return RunTable(bounds, positions, reaches, times, savings)
+
+
+def _squares(
+    hop: NDArray[np.int64], room: NDArray[np.float64], power: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    """Return maps that, one after another, are ``power`` hops, each with the room that is left unused on its way."""
+    levels = []
+    while True:
+        if power & 1:
+            levels.append((hop, room))
+        power >>= 1
+        if not power:
+            return levels
+        room = room + np.take(room, hop)
+        hop = np.take(hop, hop)
 
 
 def _fill(problem: Problem, runs: list[Run]) -> NDArray[np.int64]:
