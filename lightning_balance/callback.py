@@ -90,7 +90,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         self._fit = fit = BalancedFit(trainer, self.settings)
         self._weights = StepWeights(
             self.settings.loss_reduction,
-            num_ranks=fit.num_ranks,
+            num_ranks=fit.factory.num_ranks,
             label_key=self.settings.label_key,
             ignore_index=self.settings.ignore_index,
         )
@@ -106,14 +106,14 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Begin the epoch that the run starts or continues in."""
         if self._fit is None:
             return
-        self._monitor = RunMonitor(rank=self._fit.rank, sync=self._fit.sync, device=pl_module.device)
+        self._monitor = RunMonitor(rank=self._fit.factory.rank, sync=self._fit.factory.sync, device=pl_module.device)
         # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
         self._fit.continue_epoch(trainer.current_epoch)
         name = getattr(self.settings.loss_reduction, "__qualname__", self.settings.loss_reduction)
         rank_zero_info(
             f"BalanceCallback: loss_reduction={name!r}: gradients are those of the "
             + ("sum" if name == "sum" else "mean")
-            + f" over each optimizer step of {self._fit.num_ranks} rank(s); sync={self._fit.sync!r}"
+            + f" over each optimizer step of {self._fit.factory.num_ranks} rank(s); sync={self._fit.factory.sync!r}"
         )
 
     # ------------------------------------------------------------------ during training
@@ -143,7 +143,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Weigh the micro-batch."""
         if self._fit is None or self._weights is None or self._place is None:
             return
-        num_samples = int(self._place.plan.num_samples[self._place.slot, self._fit.rank])
+        num_samples = int(self._place.plan.num_samples[self._place.slot, self._fit.factory.rank])
         scale = self._weights.weigh(self._batch, num_samples=num_samples, accumulation=trainer.accumulate_grad_batches)
         scale_backward(loss, scale)
 

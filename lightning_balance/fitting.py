@@ -1,29 +1,22 @@
-"""One ``fit`` with balanced micro-batches: the loader, the plan, and the place in it (layer 2)."""
+"""The walk through the plan in one ``fit``: epoch lengths, windows, stop and restart (layer 2)."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-import lightning_balance
 from lightning_balance import _lightning
-from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, on_every_rank
-from lightning_balance.lengths import is_scan_needed, resolve_lengths
-from lightning_balance.loaders import LoaderOrder, check_loader, read_order, with_batch_sampler
+from lightning_balance.agreement import on_every_rank
+from lightning_balance.loaders import with_batch_sampler
 from lightning_balance.plan import StepPlan
 from lightning_balance.sampler import BalancedBatchSampler
-from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings, PlannedSync
+from lightning_balance.sampler_factory import SamplerFactory
+from lightning_balance.settings import BalanceSettings
 from lightning_balance.windows import BetweenWindows, batch_role
 
-WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
 MAX_EPOCHS_COUNTED = 64
 """Steps of so many epochs are counted one by one for ``estimated_stepping_batches``; more epochs are extrapolated."""
 
@@ -64,27 +57,22 @@ class Place:
 
 
 class BalancedFit:
-    """The balanced training loader of one ``fit`` and the walk through its plan.
+    """One ``fit`` with balanced micro-batches.
 
     Args:
         trainer: the trainer, with its strategy's processes running.
         settings: the user's options.
+
+    Attributes:
+        factory: ranks, synchronisation and the user's loader.
     """
 
     def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
-        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         self.trainer = trainer
-        self.settings = settings
-        self.num_ranks: int = ranks["num_replicas"]  # data-parallel ranks: tensor-parallel peers share one
-        self.rank: int = ranks["rank"]
-        self.accumulation: int = trainer.accumulate_grad_batches
-        self.sync = _planned_sync(trainer, settings)
-        self.order: LoaderOrder | None = None
+        self.factory = SamplerFactory(trainer, settings)
         self._sampler: BalancedBatchSampler | None = None
-        self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
         self._restored: dict[str, Any] | None = None
         self._length_is_stale = False
-        self._has_warned_of_skipped = False
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -105,114 +93,16 @@ class BalancedFit:
     @property
     def has_fixed_windows(self) -> bool:
         """Whether every window has ``accumulate_grad_batches`` slots, which the trainer's loop handles by itself."""
-        return self.sampler.num_slots == self.accumulation
+        return self.sampler.num_slots == self.factory.accumulation
 
     def balance(self, loader: Any) -> DataLoader[Any]:
         """Rebuild the user's training loader around the plan. A collective call; errors are raised on every rank."""
-        loader = on_every_rank(lambda: check_loader(loader))
-        if isinstance(loader.batch_sampler, BalancedBatchSampler):
-            sampler = on_every_rank(lambda: self._adopt(loader.batch_sampler))
-        else:
-            self.order = order = on_every_rank(lambda: read_order(loader))
-            lengths = self._find_lengths(loader.dataset)
-            sampler = on_every_rank(lambda: self._make_sampler(lengths, order))
-        self._check_agreement(sampler)
-        self._sampler = sampler
+        self._sampler = sampler = self.factory.make(loader)
         sampler.set_epoch(self.trainer.current_epoch)
         if self._restored is not None:
             on_every_rank(lambda: sampler.load_state_dict(self._restored or {}))
         self._announce_steps()
-        self._warn_of_skipped(sampler)
         return with_batch_sampler(loader, sampler)
-
-    def _find_lengths(self, dataset: Any) -> NDArray[np.int64]:
-        if self._lengths_of is not None and self._lengths_of[0] is dataset:
-            return self._lengths_of[1]  # the loader is requested again, the samples are not read again
-        settings, datamodule = self.settings, _lightning.train_datamodule(self.trainer)
-        num_samples = on_every_rank(lambda: len(dataset))
-        check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
-
-        def resolve() -> NDArray[np.int64]:
-            return resolve_lengths(
-                dataset,
-                settings.lengths,
-                max_length=settings.max_length,
-                datamodule=datamodule,
-                cache_dir=settings.lengths_cache_dir,
-            )
-
-        must_scan = from_rank_zero(lambda: is_scan_needed(dataset, settings.lengths, datamodule))
-        lengths = from_rank_zero(resolve) if must_scan else on_every_rank(resolve)
-        self._lengths_of = (dataset, lengths)
-        return lengths
-
-    def _make_sampler(self, lengths: NDArray[np.int64], order: LoaderOrder) -> BalancedBatchSampler:
-        settings = self.settings
-        samples_per_step = settings.samples_per_step or order.batch_size * self.accumulation * self.num_ranks
-        is_token_step = settings.step_unit == "tokens"
-        return BalancedBatchSampler(
-            lengths,
-            samples_per_step=None if is_token_step else samples_per_step,
-            max_tokens=settings.max_tokens,
-            num_slots=self.accumulation if settings.max_tokens is None or is_token_step else None,
-            num_replicas=self.num_ranks,
-            rank=self.rank,
-            seed=self._seed(),
-            shuffle=order.shuffle,
-            drop_last=order.drop_last,
-            cost=settings.cost,
-            sync=self.sync,
-            pad_to_multiple_of=settings.pad_to_multiple_of,
-            oversize=settings.oversize,
-            step_unit=settings.step_unit,
-            lookahead=settings.lookahead,
-            max_shapes=settings.max_shapes,
-        )
-
-    def _seed(self) -> int:
-        if self.settings.seed is not None:
-            return self.settings.seed
-        return int(os.environ.get("PL_GLOBAL_SEED", 0))  # set by lightning's seed_everything
-
-    def _adopt(self, sampler: BalancedBatchSampler) -> BalancedBatchSampler:
-        if (sampler.num_replicas, sampler.rank) != (self.num_ranks, self.rank):
-            raise ValueError(
-                f"the DataLoader's BalancedBatchSampler has rank={sampler.rank}, num_replicas={sampler.num_replicas},"
-                f" but this is rank {self.rank} of {self.num_ranks}: leave both out of the sampler, or let"
-                " BalanceCallback make it"
-            )
-        ignored = set(self.settings.differing_options(BalanceSettings())) - OPTIONS_OF_WEIGHTS_AND_OUTPUT
-        if ignored:
-            raise ValueError(
-                f"BalanceCallback has {', '.join(sorted(ignored))}, but the DataLoader has a BalancedBatchSampler with"
-                " options of its own: give the options to one of the two"
-            )
-        return sampler
-
-    def _warn_of_skipped(self, sampler: BalancedBatchSampler) -> None:
-        num_skipped = len(sampler.plan.skipped)
-        if num_skipped and not self._has_warned_of_skipped:
-            self._has_warned_of_skipped = True
-            rank_zero_warn(
-                f"oversize='skip': {num_skipped} of {len(sampler.lengths)} samples are longer than"
-                f" max_tokens={self.settings.max_tokens} and are left out"
-            )
-
-    def _check_agreement(self, sampler: BalancedBatchSampler) -> None:
-        plan = sampler.plan_for(0)
-        check_equal_on_ranks(
-            {
-                "lightning_balance.__version__": lightning_balance.__version__,
-                "the number of samples": len(sampler.lengths),
-                "the DataLoader's order": self.order,
-                "the lengths' fingerprint": hashlib.blake2b(sampler.lengths.tobytes(), digest_size=8).hexdigest(),
-                "seed": plan.seed,
-                "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
-                "max_tokens": self.settings.max_tokens,
-                "the plan's digest": plan.digest,
-            },
-            WAY_OUT,
-        )
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, as :meth:`BalancedBatchSampler.load_state_dict` reads it; at a step's beginning."""
@@ -242,9 +132,8 @@ class BalancedFit:
         if is_restarting and restored is None and num_done and not finished_an_epoch:
             raise ValueError(
                 f"the checkpoint was saved in the middle of an epoch ({num_done} batches done) by a run without"
-                " BalanceCallback, so the samples it has seen are unknown: resume from a checkpoint of an epoch's"
-                " end, or"
-                " without BalanceCallback"
+                " BalanceCallback, so the samples it has seen are unknown: resume from a checkpoint of an epoch's end,"
+                " or without BalanceCallback"
             )
         self.begin_epoch(epoch)
         if is_restarting or restored is not None or self.sampler.begun not in (None, (epoch, 0)):
@@ -277,7 +166,8 @@ class BalancedFit:
 
     def _num_steps(self, epoch: int) -> int:
         plan = self.sampler.plan_for(epoch)
-        if self.trainer.limit_train_batches == 1.0:
+        limit = self.trainer.limit_train_batches
+        if isinstance(limit, float) and limit == 1:  # all batches; the integer 1 is one batch
             return plan.num_steps
         num_batches = _lightning.limited_num_batches(self.trainer, plan.num_micro_batches)
         return plan.locate(num_batches - 1)[0] + 1
@@ -295,7 +185,7 @@ class BalancedFit:
     def open_window(self, place: Place, batch_index: int) -> bool:
         """Set the trainer's accumulation for this micro-batch; True if gradients have to be zeroed by hand."""
         if self.has_fixed_windows:
-            self.trainer.accumulate_grad_batches = self.accumulation
+            self.trainer.accumulate_grad_batches = self.factory.accumulation
             return False
         role = batch_role(batch_index, place.slot, place.num_slots)
         self.trainer.accumulate_grad_batches = role.accumulation
@@ -303,10 +193,4 @@ class BalancedFit:
 
     def close(self) -> None:
         """Give the trainer back its own accumulation."""
-        self.trainer.accumulate_grad_batches = self.accumulation
-
-
-def _planned_sync(trainer: Trainer, settings: BalanceSettings) -> PlannedSync:
-    if settings.sync != "auto":
-        return settings.sync
-    return "micro_batch" if _lightning.synchronises_every_micro_batch(trainer) else "step"
+        self.trainer.accumulate_grad_batches = self.factory.accumulation

@@ -16,7 +16,7 @@ COLUMNS = ("", "balanced", "plain shuffle (from the plan)")
 
 def plain_summary(fit: BalancedFit, totals: Totals) -> PlanSummary:
     """Plan plain batches of the same samples: the shuffle of the first epoch, as far as the run went through it."""
-    sampler, settings = fit.sampler, fit.settings
+    sampler, factory = fit.sampler, fit.factory
     plan = sampler.plan_for(0)
     shuffle = sampler.shuffle
     num_samples = min(totals.num_samples, len(sampler.lengths), MAX_PLAIN_SAMPLES)
@@ -24,13 +24,13 @@ def plain_summary(fit: BalancedFit, totals: Totals) -> PlanSummary:
     samples_per_micro_batch = max(1, round(totals.num_samples / max(1, totals.num_micro_batches)))
     return summarize_plain(
         sampler.lengths[order],
-        batch_size=fit.order.batch_size if fit.order is not None else samples_per_micro_batch,
-        num_ranks=fit.num_ranks,
-        num_slots=fit.accumulation,
-        cost=settings.cost,
-        sync=fit.sync,
+        batch_size=factory.order.batch_size if factory.order is not None else samples_per_micro_batch,
+        num_ranks=factory.num_ranks,
+        num_slots=factory.accumulation,
+        cost=factory.settings.cost,
+        sync=factory.sync,
         shuffle=False,  # shuffled above
-        pad_to_multiple_of=settings.pad_to_multiple_of,
+        pad_to_multiple_of=factory.settings.pad_to_multiple_of,
     )
 
 

@@ -84,6 +84,13 @@ def test_schedulers_step_once_per_optimizer_step(model_class: type[ScalarModel],
         assert used.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**9)
 
 
+@pytest.mark.parametrize("limit", [1, 4, 0.5])
+def test_the_estimate_counts_the_steps_of_a_limited_epoch(limit: float) -> None:
+    model = Scheduled()
+    used = run(model, limit_train_batches=limit, max_epochs=3)
+    assert model.estimated == used.global_step == len(model.gradients)
+
+
 def test_max_steps_counts_optimizer_steps() -> None:
     model = ScalarModel()
     assert run(model, max_steps=4, max_epochs=-1).global_step == len(model.gradients) == 4

@@ -1,0 +1,164 @@
+"""From a user's training loader to the batch sampler that serves the plan, agreed on by all ranks (layer 2)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+
+import lightning_balance
+from lightning_balance import _lightning
+from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, on_every_rank
+from lightning_balance.lengths import is_scan_needed, resolve_lengths
+from lightning_balance.loaders import LoaderOrder, check_loader, read_order
+from lightning_balance.sampler import BalancedBatchSampler
+from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings, PlannedSync
+
+WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
+
+
+class SamplerFactory:
+    """Makes the balanced batch sampler of a training loader.
+
+    Args:
+        trainer: the trainer, with its strategy's processes running.
+        settings: the user's options.
+
+    Attributes:
+        num_ranks: data-parallel ranks; tensor-parallel peers share one.
+        rank: this data-parallel rank.
+        accumulation: the trainer's ``accumulate_grad_batches``.
+        sync: when ranks wait for each other.
+        order: batch size and order of the loader; None for a loader that brought its own balanced sampler.
+    """
+
+    def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
+        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        self.num_ranks: int = ranks["num_replicas"]
+        self.rank: int = ranks["rank"]
+        self.accumulation: int = trainer.accumulate_grad_batches
+        self.sync = _planned_sync(trainer, settings)
+        self.order: LoaderOrder | None = None
+        self.settings = settings
+        self._trainer = trainer
+        self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
+        self._has_warned_of_skipped = False
+
+    def make(self, loader: Any) -> BalancedBatchSampler:
+        """The sampler for a user's training loader. A collective call; errors are raised on every rank.
+
+        Raises:
+            TypeError: the loader cannot be balanced.
+            ValueError: lengths, options or seeds are wrong, or differ between ranks.
+        """
+        loader = on_every_rank(lambda: check_loader(loader))
+        if isinstance(loader.batch_sampler, BalancedBatchSampler):
+            sampler = on_every_rank(lambda: self._adopt(loader.batch_sampler))
+        else:
+            self.order = order = on_every_rank(lambda: read_order(loader))
+            lengths = self._find_lengths(loader.dataset)
+            sampler = on_every_rank(lambda: self._make(lengths, order))
+        self._check_agreement(sampler)
+        self._warn_of_skipped(sampler)
+        return sampler
+
+    def _find_lengths(self, dataset: Any) -> NDArray[np.int64]:
+        if self._lengths_of is not None and self._lengths_of[0] is dataset:
+            return self._lengths_of[1]  # the loader is requested again, the samples are not read again
+        settings, datamodule = self.settings, _lightning.train_datamodule(self._trainer)
+        num_samples = on_every_rank(lambda: len(dataset))
+        check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
+
+        def resolve() -> NDArray[np.int64]:
+            return resolve_lengths(
+                dataset,
+                settings.lengths,
+                max_length=settings.max_length,
+                datamodule=datamodule,
+                cache_dir=settings.lengths_cache_dir,
+            )
+
+        must_scan = from_rank_zero(lambda: is_scan_needed(dataset, settings.lengths, datamodule))
+        lengths = from_rank_zero(resolve) if must_scan else on_every_rank(resolve)
+        self._lengths_of = (dataset, lengths)
+        return lengths
+
+    def _make(self, lengths: NDArray[np.int64], order: LoaderOrder) -> BalancedBatchSampler:
+        settings = self.settings
+        samples_per_step = settings.samples_per_step or order.batch_size * self.accumulation * self.num_ranks
+        is_token_step = settings.step_unit == "tokens"
+        return BalancedBatchSampler(
+            lengths,
+            samples_per_step=None if is_token_step else samples_per_step,
+            max_tokens=settings.max_tokens,
+            num_slots=self.accumulation if settings.max_tokens is None or is_token_step else None,
+            num_replicas=self.num_ranks,
+            rank=self.rank,
+            seed=_seed(settings),
+            shuffle=order.shuffle,
+            drop_last=order.drop_last,
+            cost=settings.cost,
+            sync=self.sync,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            oversize=settings.oversize,
+            step_unit=settings.step_unit,
+            lookahead=settings.lookahead,
+            max_shapes=settings.max_shapes,
+        )
+
+    def _adopt(self, sampler: BalancedBatchSampler) -> BalancedBatchSampler:
+        if (sampler.num_replicas, sampler.rank) != (self.num_ranks, self.rank):
+            raise ValueError(
+                f"the DataLoader's BalancedBatchSampler has rank={sampler.rank}, num_replicas={sampler.num_replicas},"
+                f" but this is rank {self.rank} of {self.num_ranks}: leave both out of the sampler, or let"
+                " BalanceCallback make it"
+            )
+        ignored = set(self.settings.differing_options(BalanceSettings())) - OPTIONS_OF_WEIGHTS_AND_OUTPUT
+        if ignored:
+            raise ValueError(
+                f"BalanceCallback has {', '.join(sorted(ignored))}, but the DataLoader has a BalancedBatchSampler with"
+                " options of its own: give the options to one of the two"
+            )
+        return sampler
+
+    def _warn_of_skipped(self, sampler: BalancedBatchSampler) -> None:
+        num_skipped = len(sampler.plan.skipped)
+        if num_skipped and not self._has_warned_of_skipped:
+            self._has_warned_of_skipped = True
+            rank_zero_warn(
+                f"oversize='skip': {num_skipped} of {len(sampler.lengths)} samples are longer than"
+                f" max_tokens={self.settings.max_tokens} and are left out"
+            )
+
+    def _check_agreement(self, sampler: BalancedBatchSampler) -> None:
+        plan = sampler.plan_for(0)
+        check_equal_on_ranks(
+            {
+                "lightning_balance.__version__": lightning_balance.__version__,
+                "the number of samples": len(sampler.lengths),
+                "the DataLoader's order": self.order,
+                "the lengths' fingerprint": hashlib.blake2b(sampler.lengths.tobytes(), digest_size=8).hexdigest(),
+                "seed": plan.seed,
+                "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
+                "max_tokens": self.settings.max_tokens,
+                "the plan's digest": plan.digest,
+            },
+            WAY_OUT,
+        )
+
+
+def _seed(settings: BalanceSettings) -> int:
+    if settings.seed is not None:
+        return settings.seed
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))  # set by lightning's seed_everything
+
+
+def _planned_sync(trainer: Trainer, settings: BalanceSettings) -> PlannedSync:
+    if settings.sync != "auto":
+        return settings.sync
+    return "micro_batch" if _lightning.synchronises_every_micro_batch(trainer) else "step"
