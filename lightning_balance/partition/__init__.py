@@ -1,7 +1,7 @@
 """The cutting algorithms: arrays in, arrays out."""
 
-from lightning_balance.partition.arrange import arrange
-from lightning_balance.partition.cut import FILLER, Cut, cut
+from lightning_balance.partition.arranging import arrange
+from lightning_balance.partition.cutting import FILLER, Cut, cut
 from lightning_balance.partition.greedy import fewest_groups, smallest_budget
 from lightning_balance.partition.problem import Problem, make_problem
 from lightning_balance.partition.ranks import balance_ranks

@@ -10,10 +10,8 @@ from lightning_balance.partition.problem import Problem
 # The first grid has about this many entries (bounds by samples by slots): more bounds where there are few samples,
 # since a slot's bound is then one of few values and a rough grid misses the good ones.
 _TABLE_SIZE = 131_072
-_OFFSETS = (
-    np.array([0.6, 0.75, 0.86, 0.93, 0.97, 0.985, 1.0, 1.015, 1.03, 1.07, 1.15, 1.35, 1.6]),
-    np.array([0.97, 0.98, 0.985, 0.99, 0.995, 0.9975, 1.0, 1.0025, 1.005, 1.01, 1.015, 1.02, 1.03]),
-)
+_OFFSETS = np.array([0.6, 0.75, 0.86, 0.93, 0.97, 0.985, 1.0, 1.015, 1.03, 1.07, 1.15, 1.35, 1.6])
+_FEW_OFFSETS = np.array([0.8, 0.94, 0.98, 1.0, 1.02, 1.06, 1.2])
 _FEWEST, _MOST = 60, 1024
 
 
@@ -46,14 +44,16 @@ def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
     return np.unique(np.concatenate(parts))
 
 
-def bounds_around(bounds: ArrayLike, pass_number: int) -> NDArray[np.float64]:
-    """Return bounds around those of a solution: far ones too after the first pass, then close ones.
+def bounds_around(bounds: ArrayLike, num_samples: int) -> NDArray[np.float64]:
+    """Return bounds around those of a solution, close ones and some far ones; fewer where there are many samples.
 
-    >>> bounds_around([100.0], 1).round(1)
+    >>> bounds_around([100.0], num_samples=64).round(1)
     array([ 60. ,  75. ,  86. ,  93. ,  97. ,  98.5, 100. , 101.5, 103. ,
            107. , 115. , 135. , 160. ])
     """
-    return np.unique(np.outer(np.unique(bounds), _OFFSETS[pass_number - 1]))
+    distinct = np.unique(bounds)
+    offsets = _OFFSETS if len(distinct) * len(_OFFSETS) * num_samples <= _TABLE_SIZE else _FEW_OFFSETS
+    return np.unique(np.outer(distinct, offsets))
 
 
 def _every_group_cost(problem: Problem, most: int) -> NDArray[np.float64] | None:

@@ -15,7 +15,7 @@ _ROUNDINGS = (0.0, 0.2, 0.4, 0.6, 0.8)
 # With many groups they hardly differ.
 _ROUNDINGS_FOR_MANY = (0.0, 0.3)
 _MANY = 128
-_PRECISION = 1e-3
+_PRECISION = 2e-3
 
 
 def even_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:

@@ -20,7 +20,7 @@ from lightning_balance.cost import ROUNDING
 from lightning_balance.partition.even import split_heaviest
 from lightning_balance.partition.problem import Problem
 
-_NUM_ROUNDS = 3
+_NUM_ROUNDS, _NUM_ROUNDS_FOR_MANY = 3, 2
 # Combinations of bounds and prices per round: few where the tables (samples by slots by combinations) are large.
 _TABLE_SIZE = 32768
 _FEWEST, _MOST = 12, 64
@@ -34,7 +34,8 @@ def improve_by_prices(problem: Problem, starts: NDArray[np.int64], num_slots: in
     """Return a cut into as many groups whose time, dealt by cost, is not above that of ``starts``."""
     number = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), _FEWEST), _MOST)
     time, slot_times, slot_work = _slots_of(problem, starts)
-    for round_number in range(_NUM_ROUNDS):
+    many = num_slots * problem.num_ranks > _MANY
+    for round_number in range(_NUM_ROUNDS_FOR_MANY if many else _NUM_ROUNDS):
         scale, bend, price = _draws(number, num_slots, round_number)
         bounds = slot_times * scale * bend
         np.maximum(bounds[:, 0], problem.single_costs[0], out=bounds[:, 0])
@@ -86,12 +87,12 @@ def _cheapest_paths(
     choice = totals.reshape(shape).argmin(axis=1)
     hops = np.take_along_axis(ends.reshape(shape), choice[:, None], axis=1)[:, 0]
     hops[-1] = problem.num_samples
-    position = np.zeros(number, dtype=np.int64)
-    path = [position]
+    columns = np.arange(number)
+    flat_hops = (hops * number + columns).ravel()
+    path = [columns]
     for _ in range(num_groups):
-        position = hops[position, np.arange(number)]
-        path.append(position)
-    return np.stack(path, axis=1)
+        path.append(flat_hops.take(path[-1]))
+    return np.stack(path, axis=1) // number
 
 
 def _path_costs(problem: Problem, paths: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ _MOST_POSITIONS = 256
 # How far to believe in what runs of several slots save: not at all (runs of one slot only), or as estimated.
 _TRUSTS = (0.0, 1.0)
 # Each pass finds the bounds of its runs up to such a part.
-_TOLERANCES = (0.02, 0.002)
+_TOLERANCES = (0.04, 0.003)
 
 
 class Run(NamedTuple):
@@ -57,7 +57,11 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     bounds, positions = first_bounds(problem, num_slots), _spread(problem, num_slots)
     best: dict[float, tuple[float, list[Run]]] = {}
     cuts: dict[float, NDArray[np.int64]] = {}
-    for number, tolerance in enumerate(_TOLERANCES, start=1):
+    for tolerance in _TOLERANCES:
+        if best:
+            found = [run for _, runs in best.values() for run in runs]
+            bounds = bounds_around([run.bound for run in found], problem.num_samples)
+            positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
         table = _run_table(problem, bounds, positions, num_slots)
         for trust in _TRUSTS:
             runs = _solve(problem, table, num_slots, trust, tolerance)
@@ -66,11 +70,6 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
             cuts[time] = starts
             if trust not in best or time < best[trust][0]:
                 best[trust] = time, runs
-        if number == len(_TOLERANCES):
-            break
-        found = [run for _, runs in best.values() for run in runs]
-        bounds = bounds_around([run.bound for run in found], number)
-        positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
     return [cuts[time] for time in sorted(cuts)]
 
 
@@ -107,12 +106,12 @@ def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough:
 
     Samples that alone are above it are groups of their own.
     """
-    high, low = enough, 0.9 * enough
-    while problem.fill(begin, end, low, num_groups)[-1] == end and high > tolerance * enough:
-        high, low = low, 0.9 * low
-    while low < high * (1 - tolerance):
-        bound = (low + high) / 2
-        if problem.fill(begin, end, bound, num_groups)[-1] == end:
+    # a sample that leads the last slot by itself sets its time: a bound below that saves nothing
+    floor = float(problem.single_costs[min(begin + num_groups - problem.num_ranks, end - 1)])
+    low, high = 0.0, enough
+    while low < high * (1 - tolerance) and floor < high:
+        bound = (low + high) / 2 if low else max(0.9 * high, floor)
+        if problem.holds(begin, end, bound, num_groups):
             high = bound
         else:
             low = bound
