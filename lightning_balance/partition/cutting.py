@@ -27,8 +27,8 @@ FILLER = -1
 
 # So many of the best cuts are polished: where there are few groups the second best may become the best.
 _NUM_POLISHED = 3
-# With more groups one start of the search by prices has to do.
-_MANY = 128
+# With more samples one start of the search by prices has to do.
+_MANY = 1024
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,7 +100,7 @@ def _different(problem: Problem, cuts: list[NDArray[np.int64]]) -> list[int]:
     """Return the places of the best cut and of the best one unlike it, whose slowest slot takes another time."""
     slowest = [float(problem.group_costs(starts).max()) for starts in cuts]
     unlike = (place for place, time in enumerate(slowest) if abs(time - slowest[0]) > 0.02 * slowest[0])
-    return [0, *islice(unlike, 1 if len(cuts[0]) <= _MANY else 0)]
+    return [0, *islice(unlike, 1 if problem.num_samples <= _MANY else 0)]
 
 
 def _singles(problem: Problem, num_slots: int, sync: str) -> Cut:

@@ -21,20 +21,29 @@ def polish_slots(problem: Problem, starts: NDArray[np.int64]) -> NDArray[np.int6
     """Return a cut with the same number of groups whose time, dealt by cost, is not above that of ``starts``.
 
     Every round takes the best move of one sample from the heaviest group of a slot to a group that stays cheaper; the
-    groups between shift by one sample.
+    groups between shift by one sample. Where several groups are as heavy as the first of their slot, a move that leaves
+    fewer of them counts as progress too.
     """
     counts = np.diff(starts)
-    time = float(_times(problem, counts[None])[0])
+    costs = _sorted_costs(problem, counts[None])
     num_looked_at = 0
     while num_looked_at < _TOTAL_SIZE:
         moved = _moves(problem, counts)
         if not len(moved):
             break
-        times = _times(problem, moved)
+        found = _sorted_costs(problem, moved)
+        leaders = costs[0, :: problem.num_ranks]
+        times = found[:, :: problem.num_ranks].sum(axis=1)
+        time = leaders.sum()
         best = int(times.argmin())
-        if not times[best] < time * (1 - 1e-9):
-            break
-        counts, time = moved[best], float(times[best])
+        if times[best] >= time * (1 - 1e-9):
+            # as fast: count the groups that are as heavy as a leader
+            as_heavy = sum(((found >= leader * (1 - 1e-9)).sum(axis=1) for leader in leaders), np.zeros(len(found)))
+            as_heavy[times > time * (1 + 1e-12)] = np.inf
+            best = int(as_heavy.argmin())
+            if as_heavy[best] >= sum(int((costs[0] >= leader * (1 - 1e-9)).sum()) for leader in leaders):
+                break
+        counts, costs = moved[best], found[best : best + 1]
         num_looked_at += moved.size
     return np.concatenate([[0], np.cumsum(counts)])
 
@@ -60,10 +69,9 @@ def _moves(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return moved
 
 
-def _times(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the time of rows of counts; infinite where a group is larger than the cap allows."""
+def _sorted_costs(problem: Problem, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the costs of rows of counts, descending; infinite where a group is larger than the cap allows."""
     starts = np.cumsum(counts, axis=1) - counts
     costs = problem.cost(counts, problem.padded[starts])
     costs[counts > problem.largest[starts]] = np.inf
-    times: NDArray[np.float64] = -np.sort(-costs, axis=1)[:, :: problem.num_ranks].sum(axis=1)
-    return times
+    return -np.sort(-costs, axis=1)

@@ -22,11 +22,11 @@ from lightning_balance.partition.problem import Problem
 
 _NUM_ROUNDS, _NUM_ROUNDS_FOR_MANY = 3, 2
 # Combinations of bounds and prices per round: few where the tables (samples by slots by combinations) are large.
-_TABLE_SIZE = 32768
+_TABLE_SIZE = 32_768
 _FEWEST, _MOST = 12, 64
 _SPREAD = 0.03
-# With more groups than this the way behind a group is priced by its work, which needs no search and is nearly as good.
-_MANY = 128
+# With more samples than this the way behind a group is priced by its work, which needs no search and is nearly as good.
+_MANY = 1024
 _MOST_SPLIT = 4
 
 
@@ -34,7 +34,7 @@ def improve_by_prices(problem: Problem, starts: NDArray[np.int64], num_slots: in
     """Return a cut into as many groups whose time, dealt by cost, is not above that of ``starts``."""
     number = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), _FEWEST), _MOST)
     time, slot_times, slot_work = _slots_of(problem, starts)
-    many = num_slots * problem.num_ranks > _MANY
+    many = problem.num_samples > _MANY
     for round_number in range(_NUM_ROUNDS_FOR_MANY if many else _NUM_ROUNDS):
         scale, bend, price = _draws(number, num_slots, round_number)
         bounds = slot_times * scale * bend
@@ -82,7 +82,7 @@ def _cheapest_paths(
     ends = np.ascontiguousarray(problem.ends_within(bounds.T.ravel()).T)
     singles = np.append(problem.single_costs, 0.0)[:, None]
     fees = np.where(singles > bounds.T.ravel() * (1 + ROUNDING), np.inf, prices.T.ravel())
-    totals = fees - problem.work[ends] if num_groups > _MANY else _path_lengths(ends, fees, number)
+    totals = fees - problem.work[ends] if problem.num_samples > _MANY else _path_lengths(ends, fees, number)
     shape = (-1, num_slots, number)
     choice = totals.reshape(shape).argmin(axis=1)
     hops = np.take_along_axis(ends.reshape(shape), choice[:, None], axis=1)[:, 0]
@@ -92,7 +92,8 @@ def _cheapest_paths(
     path = [columns]
     for _ in range(num_groups):
         path.append(flat_hops.take(path[-1]))
-    return np.stack(path, axis=1) // number
+    starts: NDArray[np.int64] = np.stack(path, axis=1) // number
+    return starts
 
 
 def _path_costs(problem: Problem, paths: NDArray[np.int64]) -> NDArray[np.float64]:
