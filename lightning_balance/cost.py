@@ -214,6 +214,8 @@ def prepare_cost(
     """
     if cost is None:
         cost = CostModel()
+    if max_tokens is not None:
+        max_count = min(max_count, max(max_tokens // int(padded_lengths.min()), 1))
     if isinstance(cost, CostModel):
         return PreparedCost(function=cost, max_count=max_count, max_tokens=max_tokens)
     if not callable(cost):

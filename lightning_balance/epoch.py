@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from lightning_balance.cost import CostFunction, CostModel, PreparedCost, prepare_cost, probe_points
 from lightning_balance.lookahead import WindowPlanner, slots_of_steps
-from lightning_balance.plan import StepPlan, StepRules
+from lightning_balance.plan import StepPlan
+from lightning_balance.rules import StepRules
 from lightning_balance.schedule import SampleSchedule, Schedule, TokenSchedule
 from lightning_balance.shuffle import EpochOrder
 from lightning_balance.validation import check_choice, check_int_at_least, check_positive_int, validate_lengths
@@ -204,7 +205,7 @@ def plan_epoch(
         raise ValueError(f"all {len(lengths)} samples are longer than max_tokens={max_tokens}: an epoch would be empty")
     if samples_per_step is not None and not in_tokens:
         rules = rules.with_default_cap(samples_per_step, int(padded.max()))
-    prepared = prepare_cost(cost, padded, max_count=len(lengths))
+    prepared = prepare_cost(cost, padded, max_count=len(lengths), max_tokens=rules.cap)
     order = EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)
     if len(skipped):
         order.leave_out(skipped)

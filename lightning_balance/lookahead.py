@@ -11,13 +11,13 @@ from lightning_balance.cost import PreparedCost
 from lightning_balance.partition import FILLER, Cut, balance_ranks, fewest_groups, make_problem
 from lightning_balance.plan import (
     StepPlan,
-    StepRules,
     build_plan,
     cut_sorted,
     cut_within_budget,
     plan_positions,
     sort_positions,
 )
+from lightning_balance.rules import StepRules
 from lightning_balance.shuffle import EpochOrder
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -116,8 +116,8 @@ class WindowPlanner:
         order = order[own]
         padded = self.padded[order]
         if self.rules.sync == "step":
-            cap = self.rules.max_tokens or self.rules.default_cap
-            starts, deal = balance_ranks(make_problem(padded, self.cost, cap, self.rules.num_ranks), cut.starts)
+            problem = make_problem(padded, self.cost, self.rules.cap, self.rules.num_ranks)
+            starts, deal = balance_ranks(problem, cut.starts)
             cut = Cut(starts=starts, deal=deal)
         return build_plan(order, self.lengths[order], padded, self.cost, cut, sync=self.rules.sync, skipped=_NOTHING)
 

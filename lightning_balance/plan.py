@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 
 from lightning_balance.cost import CostFunction, PreparedCost, prepare_cost
 from lightning_balance.partition import FILLER, Cut, Problem, arrange, cut, fewest_groups, make_problem, smallest_budget
-from lightning_balance.partition.shapes import choose_shapes, round_up_to
-from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
-
-SYNCS = ("micro_batch", "step")
-OVERSIZE = ("single", "error", "skip")
+from lightning_balance.rules import SYNCS, StepRules
+from lightning_balance.validation import check_choice, validate_lengths
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -158,83 +155,9 @@ def plan_step(
             f"oversize='skip' leaves no sample: all {len(lengths)} are longer than max_tokens={max_tokens}; "
             "raise max_tokens"
         )
-    prepared = prepare_cost(cost, padded[kept], max_count=len(kept))
+    rules = rules.with_default_cap(len(kept), int(padded[kept].max()))
+    prepared = prepare_cost(cost, padded[kept], max_count=len(kept), max_tokens=rules.cap)
     return plan_positions(kept, lengths, padded, prepared, rules, skipped=skipped)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepRules:
-    """What holds for every step: checked once by :meth:`checked`."""
-
-    num_ranks: int
-    num_slots: int | None
-    max_tokens: int | None
-    sync: str
-    pad_to_multiple_of: int
-    oversize: str
-    max_shapes: int | None
-    default_cap: int | None = None
-    shapes: NDArray[np.int64] | None = None
-
-    @classmethod
-    def checked(cls, **rules: Any) -> StepRules:
-        """Return the rules after checking each, with the default number of slots filled in.
-
-        Raises:
-            TypeError: a number is not an integer.
-            ValueError: a value is out of range.
-        """
-        for name in ("num_ranks", "pad_to_multiple_of"):
-            rules[name] = check_positive_int(name, rules[name])
-        for name in ("num_slots", "max_tokens", "max_shapes"):
-            if rules[name] is not None:
-                rules[name] = check_positive_int(name, rules[name])
-        check_choice("sync", rules["sync"], SYNCS)
-        check_choice("oversize", rules["oversize"], OVERSIZE)
-        if rules["num_slots"] is None and rules["max_tokens"] is None:
-            rules["num_slots"] = 1
-        return cls(**rules)
-
-    def with_default_cap(self, samples_per_step: int, longest: int) -> StepRules:
-        """Return the rules with the cap that holds where no ``max_tokens`` is given: what a plain batch could reach."""
-        if self.max_tokens is not None or self.num_slots is None:
-            return self
-        return replace(self, default_cap=-(-samples_per_step // (self.num_slots * self.num_ranks)) * longest)
-
-    def with_shapes(self, lengths: NDArray[np.int64]) -> StepRules:
-        """Return the rules with the padded lengths that ``max_shapes`` allows for these samples."""
-        if self.max_shapes is None:
-            return self
-        return replace(self, shapes=choose_shapes(lengths, self.max_shapes, self.pad_to_multiple_of))
-
-    def padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the length each sample would be padded to by itself."""
-        if self.shapes is not None:
-            return round_up_to(lengths, self.shapes)
-        if self.pad_to_multiple_of == 1:
-            return lengths
-        return -(-lengths // self.pad_to_multiple_of) * self.pad_to_multiple_of
-
-    def sort_out_oversize(
-        self, lengths: NDArray[np.int64], padded: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return positions to plan and positions to skip.
-
-        Raises:
-            ValueError: a sample is over the budget and ``oversize`` is ``"error"``.
-        """
-        everything, nothing = np.arange(len(lengths)), np.empty(0, dtype=np.int64)
-        if self.max_tokens is None or self.oversize == "single" or padded.max() <= self.max_tokens:
-            return everything, nothing
-        over = padded > self.max_tokens
-        if self.oversize == "skip":
-            return everything[~over], everything[over]
-        index = int(np.argmax(over))
-        raise ValueError(
-            f"lengths[{index}] is {lengths[index]} (padded to {padded[index]}), above max_tokens={self.max_tokens} "
-            f"({int(over.sum())} of {len(lengths)} samples are): raise max_tokens, clip the samples, or set "
-            "oversize to 'single' or 'skip'"
-        )
 
 
 def plan_positions(
@@ -264,12 +187,9 @@ def cut_sorted(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules) 
     """
     if rules.num_slots is None:
         return cut_within_budget(padded, cost, rules)
-    cap = rules.max_tokens or rules.default_cap
     if rules.max_tokens is not None:
         check_fits(padded, rules.max_tokens, rules.num_slots, rules.num_ranks)
-    elif cap is None:
-        cap = -(-len(padded) // (rules.num_slots * rules.num_ranks)) * int(padded[0])
-    return cut(make_problem(padded, cost, cap, rules.num_ranks), rules.num_slots, rules.sync)
+    return cut(make_problem(padded, cost, rules.cap, rules.num_ranks), rules.num_slots, rules.sync)
 
 
 def cut_within_budget(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules, min_slots: int = 1) -> Cut:
