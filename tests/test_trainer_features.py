@@ -233,7 +233,7 @@ def test_the_plan_counts_data_parallel_ranks(data_parallel: int, tensor_parallel
     ranks = run_ranks(run_with_tensor_parallel, 2, data_parallel, tensor_parallel)
     whole = ScalarModel()
     run(whole)
-    for served, gradients in ranks:
+    for _, gradients in ranks:
         assert gradients == pytest.approx(whole.gradients, rel=1e-5)
     assert (ranks[0][0] == ranks[1][0]) == (tensor_parallel == 2)
     everything = sorted(i for served, _ in ranks for micro_batch in served for i in micro_batch)
