@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,8 +89,7 @@ class BalancedBatchSampler(BatchSampler):
     ) -> None:
         if isinstance(lengths, Sampler):
             raise TypeError(
-                f"lengths must hold one number per sample, got a {type(lengths).__name__}: pass a sampler as"
-                f" sampler=..."
+                f"lengths must hold one number per sample, got a {type(lengths).__name__}: pass it as sampler=..."
             )
         self.lengths: NDArray[np.int64] = validate_lengths(lengths)
         self.num_replicas, self.rank = _ranks(num_replicas, rank, sampler)
@@ -192,9 +192,23 @@ class BalancedBatchSampler(BatchSampler):
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "position": self._position,
-            "seed": self._options["seed"],
-            "num_replicas": self.num_replicas,
+            **self._dependencies(),
             "digest": self.plan.digest,
+        }
+
+    def _dependencies(self) -> dict[str, int | str]:
+        """What a position depends on, as plain values: the samples and every option."""
+        options = {
+            name: value if isinstance(value, (int, str)) else getattr(value, "__qualname__", repr(value))
+            for name, value in self._options.items()
+            if name != "num_ranks"
+        }
+        fingerprint = hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
+        return {
+            "num_samples": len(self.lengths),
+            "lengths": fingerprint,
+            "num_replicas": self.num_replicas,
+            **options,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,14 +222,10 @@ class BalancedBatchSampler(BatchSampler):
                 f"state['version'] is {state.get('version')!r}, but this release reads version {STATE_VERSION}"
             )
         plan = self.plan_for(int(state["epoch"]))
-        for name, ours in (
-            ("seed", self._options["seed"]),
-            ("num_replicas", self.num_replicas),
-            ("digest", plan.digest),
-        ):
-            if state[name] != ours:
+        for name, ours in {**self._dependencies(), "digest": plan.digest}.items():
+            if state.get(name) != ours:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]!r}, but this sampler has {name}={ours!r}:"
+                    f"the state was saved with {name}={state.get(name)!r}, but this sampler has {name}={ours!r}:"
                     " continue with the same data, seed, ranks and settings, or start without the state"
                 )
         self.start_at(plan.epoch, int(state["position"]))

@@ -341,3 +341,25 @@ def test_in_a_ddp_trainer_nothing_is_sharded_twice(ranks: list[dict[str, Any]], 
             one.set_epoch(epoch)
         assert not isinstance(ranks[0][name], str), ranks[0][name]
         assert [rank[name][epoch] for rank in ranks] == [list(one) for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"batch_size": 3}, "saved with samples_per_step=2, but this sampler has samples_per_step=3"),
+        ({"batch_size": 2, "lookahead": 2}, "saved with lookahead=1, but this sampler has lookahead=2"),
+        ({"batch_size": 2, "drop_last": True}, "saved with drop_last=False, but this sampler has drop_last=True"),
+    ],
+)
+def test_a_state_of_other_options_names_the_option_and_both_values(other: dict[str, Any], sentence: str) -> None:
+    state = BalancedBatchSampler([4] * 12, batch_size=2, num_replicas=1, rank=0).state_dict()
+    with pytest.raises(ValueError, match=sentence):
+        BalancedBatchSampler([4] * 12, num_replicas=1, rank=0, **other).load_state_dict(state)
+
+
+def test_a_state_of_other_data_says_so() -> None:
+    state = BalancedBatchSampler([4] * 12, batch_size=2, num_replicas=1, rank=0).state_dict()
+    with pytest.raises(ValueError, match="saved with num_samples=12, but this sampler has num_samples=13"):
+        BalancedBatchSampler([4] * 13, batch_size=2, num_replicas=1, rank=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with lengths='.*', but this sampler has lengths='.*'"):
+        BalancedBatchSampler([4] * 11 + [5], batch_size=2, num_replicas=1, rank=0).load_state_dict(state)
