@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_balance.partition.bounds import bounds_around, first_bounds
 from lightning_balance.partition.greedy import split_groups
+from lightning_balance.partition.heads import two_slot_heads
 from lightning_balance.partition.problem import Problem
 
 # Slots begin at one of at most this many positions in a pass; later passes choose them around the solution.
@@ -49,6 +50,17 @@ class RunTable(NamedTuple):
     """How much less it is expected to take because its groups are dealt to slots by cost."""
 
 
+class Solution(NamedTuple):
+    """What the dynamic programme found for 1, 2, ... slots up to the end of the list."""
+
+    place: NDArray[np.int64]
+    """The closest position at or before each sample."""
+    choices: list[NDArray[np.int64]]
+    """The best first run at each position: ``(slots of the run - 1) * num_bounds + bound``."""
+    least: list[NDArray[np.float64]]
+    """The least time from each position on; the first entry is for no slot."""
+
+
 def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     """Return good cuts, best first: starts of the groups from the longest samples on, then the number of samples.
 
@@ -64,13 +76,35 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
             positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
         table = _run_table(problem, bounds, positions, num_slots)
         for trust in _TRUSTS:
-            runs = _solve(problem, table, num_slots, trust, tolerance)
+            solution = _solve(problem, table, num_slots, trust)
+            runs = _trace(problem, table, solution, 0, num_slots, tolerance)
             starts = _fill(problem, runs)
+            if tolerance == _TOLERANCES[0]:
+                cuts.update(_behind_heads(problem, table, solution, num_slots))
             time = dealt_time(problem, starts)
             cuts[time] = starts
             if trust not in best or time < best[trust][0]:
                 best[trust] = time, runs
     return [cuts[time] for time in sorted(cuts)]
+
+
+def _behind_heads(
+    problem: Problem, table: RunTable, solution: Solution, num_slots: int
+) -> dict[float, NDArray[np.int64]]:
+    """Return the cut, by its time, that puts the best slots behind the best head of two slots."""
+    heads = two_slot_heads(problem, num_slots - 2)
+    if not heads:
+        return {}
+    least = solution.least[num_slots - 2]
+    best = min(heads, key=lambda head: head.time + float(least[solution.place[head.starts[-1]]]))
+    begin = best.starts[-1]
+    if not np.isfinite(least[solution.place[begin]]):
+        return {}
+    tail = _fill(problem, _trace(problem, table, solution, begin, num_slots - 2, _TOLERANCES[0]))
+    num_groups = 2 * problem.num_ranks
+    head = split_groups(np.array(best.starts), problem.padded[:begin], num_groups)
+    starts = np.concatenate([head[:-1], tail])
+    return {dealt_time(problem, starts): starts}
 
 
 def dealt_time(problem: Problem, starts: NDArray[np.int64]) -> float:
@@ -118,8 +152,8 @@ def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough:
     return high
 
 
-def _solve(problem: Problem, table: RunTable, num_slots: int, trust: float, tolerance: float) -> list[Run]:
-    """Return the runs with the least time, each bound then made smaller as far as its samples allow."""
+def _solve(problem: Problem, table: RunTable, num_slots: int, trust: float) -> Solution:
+    """Return the choices of the dynamic programme."""
     num_samples, num_ranks, positions = problem.num_samples, problem.num_ranks, table.positions
     longest = num_slots if trust else 1
     prices = [time - trust * saved for time, saved in zip(table.times, table.savings, strict=True)]
@@ -137,17 +171,23 @@ def _solve(problem: Problem, table: RunTable, num_slots: int, trust: float, tole
         every = np.concatenate(options)
         choices.append(every.argmin(axis=0))
         least.append(np.take_along_axis(every, choices[-1][None], axis=0)[0])
-    runs: list[Run] = []
-    begin, num_left = 0, num_slots
+    return Solution(place, choices, least)
+
+
+def _trace(
+    problem: Problem, table: RunTable, solution: Solution, begin: int, num_slots: int, tolerance: float
+) -> list[Run]:
+    """Return the runs of the last ``num_slots`` slots, each bound made smaller as far as its samples allow."""
+    num_ranks, runs, num_left = problem.num_ranks, [], num_slots
     while num_left:
-        length, row = divmod(int(choices[num_left - 1][place[begin]]), len(table.bounds))
+        length, row = divmod(int(solution.choices[num_left - 1][solution.place[begin]]), len(table.bounds))
         length += 1
         num_left -= length
         num_groups, bound = length * num_ranks, float(table.bounds[row])
-        end = problem.fill(begin, num_samples - num_left * num_ranks, bound, num_groups)[-1]
+        end = problem.fill(begin, problem.num_samples - num_left * num_ranks, bound, num_groups)[-1]
         runs.append(Run(begin, end, length, small_bound(problem, begin, end, num_groups, bound, tolerance)))
         begin = end
-    assert begin == num_samples
+    assert begin == problem.num_samples
     return runs
 
 
@@ -192,12 +232,12 @@ def _squares(
 
 
 def _fill(problem: Problem, runs: list[Run]) -> NDArray[np.int64]:
-    parts = []
+    parts: list[NDArray[np.int64]] = []
     for begin, end, num_slots, bound in runs:
         num_groups = num_slots * problem.num_ranks
         starts = np.array(problem.fill(begin, end, bound, num_groups))
         parts.append(begin + split_groups(starts - begin, problem.padded[begin:end], num_groups)[:-1])
-    return np.append(np.concatenate(parts), problem.num_samples)
+    return np.concatenate([*parts, [problem.num_samples]])
 
 
 def _spread(problem: Problem, num_slots: int) -> NDArray[np.int64]:
