@@ -361,5 +361,5 @@ def test_a_state_of_other_data_says_so() -> None:
     state = BalancedBatchSampler([4] * 12, batch_size=2, num_replicas=1, rank=0).state_dict()
     with pytest.raises(ValueError, match="saved with num_samples=12, but this sampler has num_samples=13"):
         BalancedBatchSampler([4] * 13, batch_size=2, num_replicas=1, rank=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="saved with lengths='.*', but this sampler has lengths='.*'"):
+    with pytest.raises(ValueError, match=r"saved with lengths='.*', but this sampler has lengths='.*'"):
         BalancedBatchSampler([4] * 11 + [5], batch_size=2, num_replicas=1, rank=0).load_state_dict(state)

@@ -1,0 +1,170 @@
+"""A run that stops at any micro-batch and continues gives what the uninterrupted run gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_balance import BalanceCallback
+from tests.distributed import run_ranks
+from tests.toys import ScalarModel, equal_samples, loader, trainer
+
+DATA = equal_samples([1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3])
+MODES: dict[str, dict[str, Any]] = {
+    "rebalance": {},
+    "token budget": {"max_tokens": 12},
+    "filled to the budget": {"max_tokens": 20, "step_unit": "tokens"},
+    "lookahead": {"lookahead": 2},
+}
+
+
+class StopAfter(Callback):
+    """Saves and stops after so many micro-batches of the run."""
+
+    def __init__(self, num_batches: int, path: Path) -> None:
+        self.num_batches = num_batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.num_batches:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+class AsksForSteps(ScalarModel):
+    """Makes Lightning build the loaders before the loop's progress is restored (PL#20550)."""
+
+    def configure_optimizers(self) -> Any:
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def run(
+    mode: str,
+    accumulate: int,
+    *callbacks: Callback,
+    place: tuple[str, int] = ("single", 1),
+    model: ScalarModel | None = None,
+    checkpoint: Path | None = None,
+    max_epochs: int = 3,
+    loader_arguments: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> ScalarModel:
+    model = model or ScalarModel(lr=0.01)
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, seed=3, **MODES[mode])
+    used = trainer(
+        *place, max_epochs=max_epochs, accumulate_grad_batches=accumulate, callbacks=[balance, *callbacks], **arguments
+    )
+    train = loader(DATA, 2, shuffle=True, **(loader_arguments or {}))
+    used.fit(model, train, loader(DATA, 6), ckpt_path=checkpoint)
+    model.num_steps = used.global_step  # type: ignore[assignment]
+    model.weight = gather(model)  # type: ignore[assignment]
+    return model
+
+
+def gather(model: ScalarModel) -> float:
+    weight = model.layer.weight
+    return float(weight.full_tensor() if hasattr(weight, "full_tensor") else weight)  # type: ignore[operator]
+
+
+def check_stop_and_continue(folder: Path, num_batches: int, mode: str, accumulate: int, **arguments: Any) -> None:
+    whole = run(mode, accumulate, **arguments)
+    path = folder / f"{mode}-{accumulate}-{num_batches}.ckpt"
+    stopped = run(mode, accumulate, StopAfter(num_batches, path), **arguments)
+    assert len(stopped.served) == num_batches
+    resumed = run(mode, accumulate, checkpoint=path, **arguments)
+    num_kept = len(whole.served) - len(resumed.served)
+    case = (mode, accumulate, num_batches, arguments)
+    assert resumed.served == whole.served[num_kept:], case
+    assert num_batches - accumulate - 8 < num_kept <= num_batches, case  # at the window's beginning, and not before
+    assert resumed.num_steps == whole.num_steps, case
+    assert resumed.weight == pytest.approx(whole.weight, rel=1e-6), case
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_continues_at_every_offset(mode: str, accumulate: int, tmp_path: Path) -> None:
+    for num_batches in (1, 2, 3, 4, 5, 6, 7, 8, 12):
+        if num_batches <= len(run(mode, accumulate).served):
+            check_stop_and_continue(tmp_path, num_batches, mode, accumulate)
+
+
+@pytest.mark.parametrize("loader_arguments", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_workers_do_not_change_where_a_run_continues(loader_arguments: dict[str, Any], tmp_path: Path) -> None:
+    for num_batches in (3, 7):
+        check_stop_and_continue(tmp_path, num_batches, "token budget", 2, loader_arguments=loader_arguments)
+
+
+def check_ranks(strategy: str, folder: Path) -> None:
+    for mode, num_batches in (("rebalance", 3), ("token budget", 2), ("token budget", 5)):
+        check_stop_and_continue(folder, num_batches, mode, 2, place=(strategy, 2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_continue_as_one_does(strategy: str, tmp_path: Path) -> None:
+    run_ranks(check_ranks, 2, strategy, tmp_path, timeout_s=240)
+
+
+@pytest.mark.parametrize("num_batches", [2, 4, 6, 9])
+def test_a_schedule_that_asks_for_steps_changes_nothing(num_batches: int, tmp_path: Path) -> None:
+    whole = run("token budget", 1, model=AsksForSteps(lr=0.01))
+    path = tmp_path / "stopped.ckpt"
+    run("token budget", 1, StopAfter(num_batches, path), model=AsksForSteps(lr=0.01))
+    resumed = run("token budget", 1, checkpoint=path, model=AsksForSteps(lr=0.01))
+    assert resumed.served == whole.served[-len(resumed.served) :]
+    assert resumed.weight == pytest.approx(whole.weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_continues_after_the_end_of_an_epoch(mode: str, tmp_path: Path) -> None:
+    """Saved at validation's end and at the epoch's end: nothing is lost or trained twice (verl#7401)."""
+    whole = run(mode, 2)
+    for at_epoch_end in (True, False):
+        folder = tmp_path / str(at_epoch_end)
+        saver = ModelCheckpoint(
+            folder, save_top_k=-1, filename="{epoch}", every_n_epochs=1, save_on_train_epoch_end=at_epoch_end
+        )
+        run(mode, 2, saver, max_epochs=1, enable_checkpointing=True)
+        resumed = run(mode, 2, checkpoint=folder / "epoch=0.ckpt")
+        assert resumed.served == whole.served[-len(resumed.served) :]
+        assert set(resumed.epochs) == {1, 2}
+        assert resumed.num_steps == whole.num_steps
+        assert resumed.num_validations == 2
+        assert resumed.weight == pytest.approx(whole.weight)
+
+
+def test_a_run_continues_twice_in_one_epoch(tmp_path: Path) -> None:
+    whole = run("token budget", 2, max_epochs=1)
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    one = run("token budget", 2, StopAfter(2, first), max_epochs=1)
+    two = run("token budget", 2, StopAfter(4, second), checkpoint=first, max_epochs=1)
+    three = run("token budget", 2, checkpoint=second, max_epochs=1)
+    assert one.served + two.served + three.served == whole.served
+    assert three.weight == pytest.approx(whole.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"seed": 4}, "saved with seed=3, but this sampler has seed=4"),
+        ({"max_tokens": 13}, "saved with max_tokens=12, but this sampler has max_tokens=13"),
+        ({"max_length": 5}, "saved with lengths=.*, but this sampler has lengths="),
+    ],
+)
+def test_what_cannot_continue_is_refused_with_both_values(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "stopped.ckpt"
+    run("token budget", 1, StopAfter(3, path))
+    options = {"max_tokens": 12, "seed": 3, **change}
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, **options)
+    with pytest.raises(ValueError, match=sentence):
+        trainer(callbacks=[balance], max_epochs=3).fit(
+            ScalarModel(), loader(DATA, 2, shuffle=True), loader(DATA, 6), ckpt_path=path
+        )
