@@ -13,6 +13,8 @@ _TABLE_SIZE = 131_072
 _OFFSETS = np.array([0.6, 0.75, 0.86, 0.93, 0.97, 0.985, 1.0, 1.015, 1.03, 1.07, 1.15, 1.35, 1.6])
 _FEW_OFFSETS = np.array([0.8, 0.94, 0.98, 1.0, 1.02, 1.06, 1.2])
 _FEWEST, _MOST = 60, 1024
+# Bounds by samples, at most: thousands of samples make do with fewer bounds, and plan in tens of milliseconds.
+_LARGEST_TABLE = 327_680
 
 
 def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
@@ -21,7 +23,8 @@ def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
     Slots near the mean cost are covered evenly (their errors add up, so absolute distances count), more expensive ones
     (an outlier, or a slot that takes over the work of others) geometrically.
     """
-    num_bounds = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), _FEWEST), _MOST)
+    fewest = min(_FEWEST, max(_LARGEST_TABLE // problem.num_samples, _FEWEST // 2))
+    num_bounds = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), fewest), _MOST)
     every = _every_group_cost(problem, 2 * num_bounds)
     if every is not None and len(every) <= num_bounds:
         return every

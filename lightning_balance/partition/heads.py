@@ -1,7 +1,7 @@
 """Two slots at the head of the list that share it: outliers in one, what pairs well with the bound of the other there.
 
-Where the longest sample forces the time of the first slot, the next samples are often too short to use that time and too
-long to pair under it. Given one bound for each of two slots, every group takes the bound that it uses better.
+Where the longest sample forces the time of the first slot, the next samples are often too short to use that time and
+too long to pair under it. Given one bound for each of two slots, every group takes the bound that it uses better.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from lightning_balance.partition.problem import Problem
 
-# Group fills over all heads that are tried together: a few milliseconds.
-_MOST_FILLS = 16_384
+# Groups filled over all heads that are tried: a few milliseconds.
+_MOST_GROUPS = 8192
 _PREFERENCES = (1.0, 0.9, 1.1)
 
 
@@ -38,11 +38,11 @@ def two_slot_heads(problem: Problem, num_after: int) -> list[Head]:
     singles = problem.single_costs
     first = float(singles[0])
     lowest = float(singles[min(problem.num_ranks, problem.num_samples - 1)])
-    most = max(_MOST_FILLS // (2 * problem.num_ranks), 8)
-    preferences = _PREFERENCES[: 3 if most >= 48 else 1]
+    num_heads = min(max(_MOST_GROUPS // (2 * problem.num_ranks), 8), 72)
+    preferences = _PREFERENCES if num_heads == 72 else _PREFERENCES[:1]
     limit = problem.num_samples - num_after * problem.num_ranks
     heads = []
-    for second in np.geomspace(lowest, first, min(most // len(preferences), 24)).tolist():
+    for second in np.geomspace(lowest, first, min(num_heads // len(preferences), 24)).tolist():
         for preference in preferences:
             starts = _fill_two(problem, limit, first, second, preference)
             if len(starts) > 2 * problem.num_ranks or starts[-1] == limit:

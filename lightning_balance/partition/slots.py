@@ -24,6 +24,8 @@ from lightning_balance.partition.problem import Problem
 _MOST_POSITIONS = 256
 # How far to believe in what runs of several slots save: not at all (runs of one slot only), or as estimated.
 _TRUSTS = (0.0, 1.0)
+# With more samples two slots are put before one of the solutions only.
+_MANY = 1024
 # Each pass finds the bounds of its runs up to such a part.
 _TOLERANCES = (0.04, 0.003)
 
@@ -79,7 +81,7 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
             solution = _solve(problem, table, num_slots, trust)
             runs = _trace(problem, table, solution, 0, num_slots, tolerance)
             starts = _fill(problem, runs)
-            if tolerance == _TOLERANCES[0]:
+            if tolerance == _TOLERANCES[0] and (trust == 0 or problem.num_samples <= _MANY):
                 cuts.update(_behind_heads(problem, table, solution, num_slots))
             time = dealt_time(problem, starts)
             cuts[time] = starts
