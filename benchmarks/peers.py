@@ -124,7 +124,8 @@ def lhotse_for_one_rank(cuts: Any, *, num_ranks: int, max_tokens: int, seed: int
             world_size=num_ranks,
             rank=rank,
         )
-    return [[int(cut.id.rsplit("-", 1)[-1]) for cut in batch] for batch in sampler]
+    # A batch that is short of samples for all ranks gets copies: ids with "_dup0" at the end.
+    return [[int(cut.id.rsplit("-", 1)[-1].split("_dup")[0]) for cut in batch] for batch in sampler]
 
 
 def all_ranks(one_rank: Callable[[int], list[list[int]]], num_ranks: int) -> list[Any]:

@@ -78,6 +78,16 @@ def test_what_one_rank_runs_is_its_part_of_what_all_ranks_run(entries):
         assert [list(part) for part in own] == [list(part) for part in entries[name].one_rank()], name
 
 
+@pytest.mark.skipif(not peers.has_lhotse(), reason="lhotse is not installed")
+def test_copies_that_lhotse_makes_are_known_as_copies():
+    cuts = peers.lhotse_cuts(np.array([5, 5, 5]))
+    micro_batches = peers.all_ranks(
+        lambda rank: peers.lhotse_for_one_rank(cuts, num_ranks=4, max_tokens=5, seed=0, rank=rank), 4
+    )
+    figures = figures_of(peers.serve(micro_batches, 4, 1), np.array([5, 5, 5]), max_tokens=5)
+    assert (figures.num_lost, figures.num_copies) == (0, 1)
+
+
 def test_figures_of_our_plans_equal_the_report(entries):
     arguments = {"samples_per_step": 16, "num_ranks": 2, "num_slots": 2}
     summary = summarize(plan_epoch(LENGTHS, **arguments), LENGTHS)
