@@ -80,12 +80,14 @@ def test_what_one_rank_runs_is_its_part_of_what_all_ranks_run(entries):
 
 @pytest.mark.skipif(not peers.has_lhotse(), reason="lhotse is not installed")
 def test_copies_that_lhotse_makes_are_known_as_copies():
-    cuts = peers.lhotse_cuts(np.array([5, 5, 5]))
+    lengths = np.random.default_rng(100).integers(1, 101, 100)
+    cuts = peers.lhotse_cuts(lengths)
     micro_batches = peers.all_ranks(
-        lambda rank: peers.lhotse_for_one_rank(cuts, num_ranks=4, max_tokens=5, seed=0, rank=rank), 4
+        lambda rank: peers.lhotse_for_one_rank(cuts, num_ranks=7, max_tokens=100, seed=0, rank=rank), 7
     )
-    figures = figures_of(peers.serve(micro_batches, 4, 1), np.array([5, 5, 5]), max_tokens=5)
-    assert (figures.num_lost, figures.num_copies) == (0, 1)
+    figures = figures_of(peers.serve(micro_batches, 7, 1), lengths, max_tokens=100)
+    assert figures.num_lost == 0
+    assert figures.num_copies > 0
 
 
 def test_figures_of_our_plans_equal_the_report(entries):
