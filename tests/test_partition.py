@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_balance.cost import CostModel, prepare_cost
 from lightning_balance.partition import cut, fewest_groups, make_problem, smallest_budget
+from lightning_balance.partition.bounds import smallest_bound
 from lightning_balance.partition.shapes import choose_shapes, round_up_to
-from lightning_balance.partition.slots import dealt_time, slot_cuts, smallest_bound
+from lightning_balance.partition.slots import dealt_time, slot_cuts
 from lightning_balance.plan import plan_step
 from tests.planner_oracles import cuts, draw_lengths, least_time, least_time_of_neighbouring_slots
 

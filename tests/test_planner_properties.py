@@ -265,3 +265,33 @@ def test_a_changed_callable_changes_the_digest():
 
     first, second = (plan_epoch(LENGTHS, cost=cost_with(weight), **BASE).digest for weight in (1.0, 2.0))
     assert first != second
+
+
+EXTREME_COSTS = {
+    "linear": CostModel(alpha=0.0),
+    "dear micro-batches": CostModel(intercept=1e9),
+    "attention only": CostModel(alpha=1e3),
+    "nothing": lambda n, length: 0.0 * n * length,
+    "constant": lambda n, length: 1.0,
+    "count": lambda n, length: n + 0.0 * length,
+    "length": lambda n, length: length + 0.0 * n,
+    "in eights": lambda n, length: np.ceil(n / 8) * length,
+}
+EXTREME_LENGTHS = {
+    "one giant": np.concatenate([[2**40], np.ones(99, dtype=np.int64)]),
+    "all giants": np.full(100, 2**39),
+    "all tiny": np.ones(100, dtype=np.int64),
+    "two lengths": np.arange(100) % 2 + 1,
+}
+
+
+@pytest.mark.parametrize("cost", EXTREME_COSTS.values(), ids=EXTREME_COSTS.keys())
+@pytest.mark.parametrize("lengths", EXTREME_LENGTHS.values(), ids=EXTREME_LENGTHS.keys())
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+def test_extreme_lengths_and_costs_are_planned(lengths, cost, sync):
+    for num_ranks, num_slots in ((4, 3), (33, 3), (3, 33), (1, 20), (20, 1), (50, 2)):
+        plan = plan_step(lengths, num_ranks=num_ranks, num_slots=num_slots, cost=cost, sync=sync)
+        assert plan.num_samples.sum() == 100
+        assert (plan.num_samples > 0).all()
+    budgeted = plan_step(lengths, num_ranks=7, max_tokens=3 * int(lengths.max()), cost=cost, sync=sync)
+    assert budgeted.padded_tokens.max() <= 3 * lengths.max()

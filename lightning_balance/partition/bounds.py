@@ -1,4 +1,4 @@
-"""Cost bounds that are worth trying for a slot."""
+"""Cost bounds: those worth trying for a slot, and the smallest under which a slot holds its samples."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def first_bounds(problem: Problem, num_slots: int) -> NDArray[np.float64]:
     every = _every_group_cost(problem, 2 * num_bounds)
     if every is not None and len(every) <= num_bounds:
         return every
+    if problem.enough == 0:
+        return np.zeros(1)
     singles = problem.single_costs
     lowest, highest = float(singles[-1]), float(singles[0])
     mean = float((singles - problem.price).sum()) / (num_slots * problem.num_ranks) + problem.price
@@ -57,6 +59,45 @@ def bounds_around(bounds: ArrayLike, num_samples: int) -> NDArray[np.float64]:
     distinct = np.unique(bounds)
     offsets = _OFFSETS if len(distinct) * len(_OFFSETS) * num_samples <= _TABLE_SIZE else _FEW_OFFSETS
     return np.unique(np.outer(distinct, offsets))
+
+
+def smallest_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float) -> float:
+    """Return the smallest bound under which some groups hold the samples ``[begin, end)``; ``enough`` is one that does.
+
+    Exact: bisection between the cost of the worst group of a fill that fits and the smallest bound that changes a fill
+    that does not.
+    """
+    low = float(problem.single_costs[begin])
+    if problem.cost.linear is not None:  # padding only adds to the work
+        low = max(low, float(problem.work[end] - problem.work[begin]) / num_groups + problem.price)
+    high = problem.bounds_of(problem.fill(begin, end, enough, num_groups), end)[0]
+    bound = low
+    while low < high * (1 - 1e-11):
+        starts = problem.fill(begin, end, bound, num_groups)
+        worst, next_bound = problem.bounds_of(starts, end)
+        if starts[-1] == end:
+            high = min(worst, high)
+        else:
+            low = next_bound
+        bound = (low + high) / 2
+    return high
+
+
+def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float, tolerance: float) -> float:
+    """Return a bound under which some groups hold the samples ``[begin, end)``, hardly larger than need be.
+
+    Samples that alone are above it are groups of their own.
+    """
+    # a sample that leads the last slot by itself sets its time: a bound below that saves nothing
+    floor = float(problem.single_costs[min(begin + num_groups - problem.num_ranks, end - 1)])
+    low, high = 0.0, enough
+    while low < high * (1 - tolerance) and floor < high:
+        bound = (low + high) / 2 if low else max(0.9 * high, floor)
+        if problem.holds(begin, end, bound, num_groups):
+            high = bound
+        else:
+            low = bound
+    return high
 
 
 def _every_group_cost(problem: Problem, most: int) -> NDArray[np.float64] | None:

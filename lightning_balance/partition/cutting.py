@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_balance.partition.bounds import smallest_bound
 from lightning_balance.partition.even import even_cuts
 from lightning_balance.partition.exhaustive import (
     best_assignment,
@@ -21,7 +22,7 @@ from lightning_balance.partition.polish import polish_slots
 from lightning_balance.partition.prices import improve_by_prices
 from lightning_balance.partition.problem import Problem
 from lightning_balance.partition.ranks import balance_groups, balance_ranks
-from lightning_balance.partition.slots import dealt_time, slot_cuts, smallest_bound
+from lightning_balance.partition.slots import dealt_time, slot_cuts
 
 FILLER = -1
 

@@ -54,6 +54,7 @@ def _forced_slots(problem: Problem, num_slots: int) -> list[int]:
 def _smallest_target(problem: Problem, begin: int, num_groups: int, rounding: float) -> list[int] | None:
     end = problem.num_samples
     mean = float(problem.work[end] - problem.work[begin]) / num_groups + problem.price
+    mean = max(mean, float(problem.single_costs[-1]))  # behind an outlier differences of sums may vanish
     low, high = mean / 2, mean
     best: list[int] | None = None
     while best is None or low < high * (1 - _PRECISION):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_balance.partition.bounds import bounds_around, first_bounds
+from lightning_balance.partition.bounds import bounds_around, first_bounds, small_bound
 from lightning_balance.partition.greedy import split_groups
 from lightning_balance.partition.heads import two_slot_heads
 from lightning_balance.partition.problem import Problem
@@ -113,45 +113,6 @@ def dealt_time(problem: Problem, starts: NDArray[np.int64]) -> float:
     """Return the sum over slots of the slowest rank when groups are dealt by cost."""
     costs = -np.sort(-problem.group_costs(starts))
     return float(costs[:: problem.num_ranks].sum())
-
-
-def smallest_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float) -> float:
-    """Return the smallest bound under which some groups hold the samples ``[begin, end)``; ``enough`` is one that does.
-
-    Exact: bisection between the cost of the worst group of a fill that fits and the smallest bound that changes a fill
-    that does not.
-    """
-    low = float(problem.single_costs[begin])
-    if problem.cost.linear is not None:  # padding only adds to the work
-        low = max(low, float(problem.work[end] - problem.work[begin]) / num_groups + problem.price)
-    high = problem.bounds_of(problem.fill(begin, end, enough, num_groups), end)[0]
-    bound = low
-    while low < high * (1 - 1e-11):
-        starts = problem.fill(begin, end, bound, num_groups)
-        worst, next_bound = problem.bounds_of(starts, end)
-        if starts[-1] == end:
-            high = min(worst, high)
-        else:
-            low = next_bound
-        bound = (low + high) / 2
-    return high
-
-
-def small_bound(problem: Problem, begin: int, end: int, num_groups: int, enough: float, tolerance: float) -> float:
-    """Return a bound under which some groups hold the samples ``[begin, end)``, hardly larger than need be.
-
-    Samples that alone are above it are groups of their own.
-    """
-    # a sample that leads the last slot by itself sets its time: a bound below that saves nothing
-    floor = float(problem.single_costs[min(begin + num_groups - problem.num_ranks, end - 1)])
-    low, high = 0.0, enough
-    while low < high * (1 - tolerance) and floor < high:
-        bound = (low + high) / 2 if low else max(0.9 * high, floor)
-        if problem.holds(begin, end, bound, num_groups):
-            high = bound
-        else:
-            low = bound
-    return high
 
 
 def _solve(problem: Problem, table: RunTable, num_slots: int, trust: float) -> Solution:
