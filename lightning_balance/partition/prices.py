@@ -24,6 +24,7 @@ _NUM_ROUNDS, _NUM_ROUNDS_FOR_MANY = 3, 2
 # Combinations of bounds and prices per round: few where the tables (samples by slots by combinations) are large.
 _TABLE_SIZE = 32_768
 _FEWEST, _MOST = 12, 64
+_LARGEST_TABLE = 2_000_000
 _SPREAD = 0.03
 # With more samples than this the way behind a group is priced by its work, which needs no search and is nearly as good.
 _MANY = 1024
@@ -31,7 +32,12 @@ _MOST_SPLIT = 4
 
 
 def improve_by_prices(problem: Problem, starts: NDArray[np.int64], num_slots: int) -> NDArray[np.int64]:
-    """Return a cut into as many groups whose time, dealt by cost, is not above that of ``starts``."""
+    """Return a cut into as many groups whose time, dealt by cost, is not above that of ``starts``.
+
+    Returns ``starts`` where the tables would take hundreds of megabytes.
+    """
+    if problem.num_samples * num_slots * _FEWEST > _LARGEST_TABLE:
+        return starts
     number = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), _FEWEST), _MOST)
     time, slot_times, slot_work = _slots_of(problem, starts)
     many = problem.num_samples > _MANY

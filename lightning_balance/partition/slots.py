@@ -24,6 +24,8 @@ from lightning_balance.partition.problem import Problem
 _MOST_POSITIONS = 256
 # How far to believe in what runs of several slots save: not at all (runs of one slot only), or as estimated.
 _TRUSTS = (0.0, 1.0)
+# A window of tens of thousands of samples in many slots is not refined: tables would take hundreds of megabytes.
+_LARGEST_TABLE = 8_000_000
 # With more samples two slots are put before one of the solutions only.
 _MANY = 1024
 # Each pass finds the bounds of its runs up to such a part.
@@ -76,6 +78,8 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
             found = [run for _, runs in best.values() for run in runs]
             bounds = bounds_around([run.bound for run in found], problem.num_samples)
             positions = _near([*(run.begin for run in found), problem.num_samples], problem.num_samples)
+            if len(bounds) * problem.num_samples > _LARGEST_TABLE:
+                break
         table = _run_table(problem, bounds, positions, num_slots)
         for trust in _TRUSTS:
             solution = _solve(problem, table, num_slots, trust)
