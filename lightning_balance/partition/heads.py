@@ -14,6 +14,8 @@ from lightning_balance.partition.problem import Problem
 
 # Groups filled over all heads that are tried: a few milliseconds.
 _MOST_GROUPS = 8192
+# With more samples fewer heads are tried.
+_MANY = 1024
 _PREFERENCES = (1.0, 0.9, 1.1)
 
 
@@ -38,7 +40,8 @@ def two_slot_heads(problem: Problem, num_after: int) -> list[Head]:
     singles = problem.single_costs
     first = float(singles[0])
     lowest = float(singles[min(problem.num_ranks, problem.num_samples - 1)])
-    num_heads = min(max(_MOST_GROUPS // (2 * problem.num_ranks), 8), 72)
+    most = 72 if problem.num_samples <= _MANY else 10
+    num_heads = min(max(_MOST_GROUPS // (2 * problem.num_ranks), 8), most)
     preferences = _PREFERENCES if num_heads == 72 else _PREFERENCES[:1]
     limit = problem.num_samples - num_after * problem.num_ranks
     heads = []
