@@ -18,7 +18,7 @@ CostFunction = Callable[[Any, Any], Any]
 ROUNDING = 1e-12
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CostModel:
     """Modelled time of a micro-batch: ``intercept + n * L + alpha * n * L**2`` for n samples padded to L.
 

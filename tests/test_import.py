@@ -21,12 +21,13 @@ LAYERS = {
         "partition",
         "plan",
         "report",
+        "rules",
         "schedule",
         "settings",
         "shuffle",
         "validation",
     ),
-    1: ("_reinstantiation", "lengths", "memory", "metrics", "sampler"),
+    1: ("_reinstantiation", "agreement", "lengths", "memory", "metrics", "sampler"),
 }
 FOREIGN_TO = {
     0: ("torch", "lightning", "torchmetrics", "transformers", "datasets"),

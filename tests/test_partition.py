@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from lightning_balance.cost import CostModel, prepare_cost
 from lightning_balance.partition import cut, fewest_groups, make_problem, smallest_budget
 from lightning_balance.partition.bounds import smallest_bound
+from lightning_balance.partition.moves import balanced_by_moves
 from lightning_balance.partition.shapes import choose_shapes, round_up_to
 from lightning_balance.partition.slots import dealt_time, slot_cuts
 from lightning_balance.plan import plan_step
@@ -160,3 +162,27 @@ def test_shapes_are_multiples_and_hold_every_length():
     assert len(shapes) == 6
     assert (shapes % 16 == 0).all()
     assert (round_up_to(lengths, shapes) >= lengths).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_by_moves_is_as_good_as_the_published_sampler(seed):
+    rng = np.random.default_rng(seed)
+    num_ranks, num_slots = int(rng.integers(2, 9)), int(rng.integers(2, 9))
+    lengths = rng.choice([120, 330, 1080, 1200], num_ranks * num_slots * 5) if seed % 2 else rng.integers(9, 900, 260)
+    num_groups = num_ranks * num_slots
+    problem = problem_of(lengths, num_ranks)
+    (starts,) = balanced_by_moves(problem, num_groups)
+    assert len(starts) == num_groups + 1
+    assert (np.diff(starts) >= 1).all()
+    published = BatchRebalanceSampler(lengths.tolist(), len(lengths), num_ranks, num_slots, shuffle=False)
+    ranks = published._assign(list(range(len(lengths))), published.lengths)
+    costs = CostModel().cost(
+        np.array([[len(group) for group in rank] for rank in ranks]),
+        np.array([[lengths[group].max() for group in rank] for rank in ranks]),
+    )
+    assert dealt_time(problem, starts) <= costs.max(axis=0).sum() * (1 + 1e-12)
+
+
+def test_the_search_by_moves_gives_nothing_that_the_cap_forbids():
+    assert balanced_by_moves(problem_of([9, 1, 1, 1], 2, max_tokens=9), 2) != []
+    assert balanced_by_moves(problem_of([9, 9, 1, 1, 1, 1], 2, max_tokens=9), 2) == []

@@ -18,6 +18,7 @@ from lightning_balance.partition.exhaustive import (
     is_small_assignment,
 )
 from lightning_balance.partition.greedy import split_groups
+from lightning_balance.partition.moves import balanced_by_moves, is_worth_moves
 from lightning_balance.partition.polish import polish_slots
 from lightning_balance.partition.prices import improve_by_prices
 from lightning_balance.partition.problem import Problem
@@ -89,6 +90,8 @@ def _cut_for_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
         starts = np.array(problem.fill(0, problem.num_samples, bound, num_groups), dtype=np.int64)
         return split_groups(starts, problem.padded, num_groups)
     cuts = slot_cuts(problem, num_slots) + even_cuts(problem, num_slots)
+    if is_worth_moves(problem, num_groups):
+        cuts += balanced_by_moves(problem, num_groups)
     cuts.sort(key=lambda starts: dealt_time(problem, starts))
     for place in _different(problem, cuts):
         cuts[place] = improve_by_prices(problem, cuts[place], num_slots)

@@ -1,12 +1,10 @@
 """Mix slots along the list: every group may take the bound of any slot, and each bound has a price.
 
 Given one cost bound per slot and a price for a group under it, the cheapest way through the sorted samples is a
-shortest
-path: ``V(i) = min over slots s of price_s + V(end_s(i))``. With the right prices (the multipliers of "each bound is
-    used
-``num_ranks`` times") it fits each stretch of lengths with the bound that leaves the least room unused. The right bounds
-and prices are searched for around those of a known cut, many combinations at once; what counts is the time of the cut
-that comes out.
+shortest path: ``V(i) = min over slots s of price_s + V(end_s(i))``. With the right prices (the multipliers of "each
+bound is used ``num_ranks`` times") it fits each stretch of lengths with the bound that leaves the least room unused.
+The right bounds and prices are searched for around those of a known cut, many combinations at once; what counts is the
+time of the cut that comes out.
 """
 
 from __future__ import annotations
