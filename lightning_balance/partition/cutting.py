@@ -28,8 +28,8 @@ from lightning_balance.partition.slots import dealt_time, slot_cuts
 FILLER = -1
 
 # So many of the best cuts are polished: where there are few groups the second best may become the best.
-_NUM_POLISHED = 3
-# With more samples one start of the search by prices has to do.
+_NUM_POLISHED, _NUM_POLISHED_OF_MANY = 3, 2
+# With more samples one start of the search by prices has to do, and even cuts are hardly ever the best.
 _MANY = 1024
 
 
@@ -89,14 +89,15 @@ def _cut_for_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
         bound = smallest_bound(problem, 0, problem.num_samples, num_groups, problem.enough)
         starts = np.array(problem.fill(0, problem.num_samples, bound, num_groups), dtype=np.int64)
         return split_groups(starts, problem.padded, num_groups)
-    cuts = slot_cuts(problem, num_slots) + even_cuts(problem, num_slots)
+    is_many = problem.num_samples > _MANY
+    cuts = slot_cuts(problem, num_slots) + ([] if is_many else even_cuts(problem, num_slots))
     if is_worth_moves(problem, num_groups):
         cuts += balanced_by_moves(problem, num_groups)
     cuts.sort(key=lambda starts: dealt_time(problem, starts))
     for place in _different(problem, cuts):
         cuts[place] = improve_by_prices(problem, cuts[place], num_slots)
     cuts.sort(key=lambda starts: dealt_time(problem, starts))
-    polished = [polish_slots(problem, starts) for starts in cuts[:_NUM_POLISHED]]
+    polished = [polish_slots(problem, starts) for starts in cuts[: _NUM_POLISHED_OF_MANY if is_many else _NUM_POLISHED]]
     return min(polished, key=lambda starts: dealt_time(problem, starts))
 
 

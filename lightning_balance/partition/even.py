@@ -12,9 +12,6 @@ from lightning_balance.partition.problem import Problem
 
 # A group takes one sample more where at least 1 - rounding of it fits; 0 never exceeds the target.
 _ROUNDINGS = (0.0, 0.2, 0.4, 0.6, 0.8)
-# With many samples they hardly differ.
-_ROUNDINGS_FOR_MANY = (0.0, 0.3)
-_MANY = 1024
 _PRECISION = 2e-3
 
 
@@ -28,7 +25,7 @@ def even_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
     for taken in {0, len(head) - 1}:
         starts = head[: taken + 1]
         num_groups = (num_slots * problem.num_ranks) - taken
-        for rounding in _ROUNDINGS if problem.num_samples <= _MANY else _ROUNDINGS_FOR_MANY:
+        for rounding in _ROUNDINGS:
             tail = _smallest_target(problem, starts[-1], num_groups, rounding)
             if tail is not None:
                 cuts.append(np.array(starts[:-1] + split_heaviest(problem, tail, num_groups), dtype=np.int64))

@@ -17,7 +17,7 @@ from lightning_balance.partition.problem import Problem
 # distinct lengths make costs far apart whatever is done, or where no sample comes near the mean cost of a group, so
 # that all groups can be even; elsewhere it hardly ever won.
 _FEW_SAMPLES, _MANY_SAMPLES = 1536, 4096
-_SAMPLES_PER_LENGTH, _SMALL_SHARE = 4, 1 / 3
+_SAMPLES_PER_LENGTH, _SMALL_SHARE = 4, 0.45
 
 
 def is_worth_moves(problem: Problem, num_groups: int) -> bool:
