@@ -21,6 +21,8 @@ from benchmarks import environment
 from benchmarks.inputs import synthetic_profiles
 from benchmarks.served import ServedEpoch, figures_of
 from lightning_balance import plan_epoch
+from lightning_balance.efficiency import length_correlation as intraclass_correlation
+from lightning_balance.efficiency import mean_step_distance, moved_share
 
 NUM_RANKS, NUM_SLOTS, BATCH_SIZE = 8, 4, 8
 
@@ -41,14 +43,13 @@ def _measure_epoch(lengths: NDArray[np.int64], lookahead: int, epoch: int) -> di
     plain = plan_epoch(lengths, epoch=epoch, **arguments)
     figures = figures_of(ServedEpoch.of_plan(plan), lengths, max_tokens=None)
     steps, plain_steps = (_step_of_samples(each, len(lengths)) for each in (plan, plain))
-    moved = np.abs(steps - plain_steps)
     counts = np.bincount(steps)
     return {
         "model_efficiency": figures.model_efficiency,
         "pad_efficiency": figures.pad_efficiency,
         "slot_efficiency": figures.slot_efficiency,
-        "share_moved": float((moved > 0).mean()),
-        "mean_distance_in_steps": float(moved.mean()),
+        "share_moved": moved_share(steps, plain_steps),
+        "mean_distance_in_steps": mean_step_distance(steps, plain_steps),
         "length_correlation": intraclass_correlation(lengths, steps),
         "plain_length_correlation": intraclass_correlation(lengths, plain_steps),
         "least_samples_per_step": float(counts.min()),
@@ -63,24 +64,6 @@ def _step_of_samples(plan: Any, num_samples: int) -> NDArray[np.int64]:
         steps[plan.step(index).order] = index
     assert (steps >= 0).all()
     return steps
-
-
-def intraclass_correlation(values: NDArray[np.int64], groups: NDArray[np.int64]) -> float:
-    """Return the correlation of two members of the same group (one-way analysis of variance).
-
-    0 in expectation for a random split, 1 where all members of a group are equal, below 0 where groups are more alike
-    than chance would make them.
-
-    >>> intraclass_correlation(np.array([1, 1, 5, 5]), np.array([0, 0, 1, 1]))
-    1.0
-    """
-    counts = np.bincount(groups)
-    means = np.bincount(groups, weights=values) / counts
-    num_groups, total = len(counts), len(values)
-    between = float((counts * (means - values.mean()) ** 2).sum()) / (num_groups - 1)
-    within = float(((values - means[groups]) ** 2).sum()) / (total - num_groups)
-    size = (total - float((counts.astype(float) ** 2).sum()) / total) / (num_groups - 1)
-    return (between - within) / (between + (size - 1) * within)
 
 
 def main() -> None:

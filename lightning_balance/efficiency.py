@@ -1,4 +1,4 @@
-"""Every formula that says how well a cut works.
+"""Every formula that says how well a cut works, and how random its steps are.
 
 Metrics, the planning report and the benchmarks call these functions, so a figure means the same thing wherever it is
 printed. Only numpy is needed.
@@ -13,7 +13,16 @@ import numpy.typing as npt
 
 from lightning_balance.validation import check_choice, check_positive_int
 
-__all__ = ["cost_spread", "model_efficiency", "modelled_time", "pad_efficiency", "slot_efficiency"]
+__all__ = [
+    "cost_spread",
+    "length_correlation",
+    "mean_step_distance",
+    "model_efficiency",
+    "modelled_time",
+    "moved_share",
+    "pad_efficiency",
+    "slot_efficiency",
+]
 
 
 def pad_efficiency(real_tokens: npt.ArrayLike, padded_tokens: npt.ArrayLike) -> float:
@@ -147,6 +156,90 @@ def model_efficiency(useful_cost: float, modelled_time: float, num_ranks: int) -
     """
     check_positive_int("num_ranks", num_ranks)
     return useful_cost / (num_ranks * modelled_time) if modelled_time else float("nan")
+
+
+def moved_share(steps: npt.ArrayLike, plain_steps: npt.ArrayLike) -> float:
+    """Share of the samples that are in another step than the plain shuffle puts them in.
+
+    Shapes and units:
+        Number of the step of every sample, both ``(num_samples,)``; no samples give ``nan``.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Example:
+        >>> moved_share([0, 0, 1, 2], [0, 0, 1, 1])
+        0.25
+    """
+    distances = _step_distances(steps, plain_steps)
+    return float(np.count_nonzero(distances) / distances.size) if distances.size else float("nan")
+
+
+def mean_step_distance(steps: npt.ArrayLike, plain_steps: npt.ArrayLike) -> float:
+    """How many steps away from its step in the plain shuffle a sample is served, on average over all samples.
+
+    Guarantee:
+        0.0 exactly when no sample moves; below ``lookahead``, as samples stay in their window of that many steps.
+
+    Shapes and units:
+        Number of the step of every sample, both ``(num_samples,)``; no samples give ``nan``.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Example:
+        >>> mean_step_distance([0, 0, 3, 2], [0, 0, 1, 1])
+        0.75
+    """
+    distances = _step_distances(steps, plain_steps)
+    return float(distances.mean()) if distances.size else float("nan")
+
+
+def length_correlation(lengths: npt.ArrayLike, steps: npt.ArrayLike) -> float:
+    """Correlation between the lengths of two samples of the same step (one-way analysis of variance).
+
+    Guarantee:
+        0 in expectation for steps drawn at random, 1 where each step has a length of its own, below 0 where the means
+        of steps differ less than chance would make them.
+
+    Shapes and units:
+        Both ``(num_samples,)``, lengths in tokens. ``nan`` where it is not defined: fewer than two steps, no step of
+        two samples, or all lengths equal.
+
+    Raises:
+        ValueError: the shapes differ, or the number of a step is negative.
+
+    Source:
+        Intraclass correlation ICC(1): Shrout and Fleiss, "Intraclass correlations", 1979, with the mean group size for
+        groups of unequal sizes (Donner, 1986).
+
+    Example:
+        >>> length_correlation([1, 1, 5, 5], [0, 0, 1, 1])
+        1.0
+    """
+    values, groups = np.asarray(lengths, dtype=np.float64), _checked_steps(steps, np.shape(lengths))
+    counts = np.bincount(groups)
+    num_samples, num_steps = values.size, np.count_nonzero(counts)
+    if num_steps < 2 or num_steps == num_samples or np.ptp(values) == 0:
+        return float("nan")
+    means = np.bincount(groups, weights=values) / np.maximum(counts, 1)
+    between = float(np.dot(counts, (means - values.mean()) ** 2)) / (num_steps - 1)
+    deviations = values - means[groups]
+    within = float(np.dot(deviations, deviations)) / (num_samples - num_steps)
+    size = (num_samples - float(np.dot(counts, counts)) / num_samples) / (num_steps - 1)
+    return float((between - within) / (between + (size - 1) * within))
+
+
+def _step_distances(steps: npt.ArrayLike, plain_steps: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    distances: npt.NDArray[np.int64] = np.abs(_checked_steps(steps, np.shape(plain_steps)) - np.asarray(plain_steps))
+    return distances
+
+
+def _checked_steps(steps: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    array = np.asarray(steps, dtype=np.int64)
+    if array.shape != shape or array.ndim != 1:
+        raise ValueError(f"steps must hold one step per sample, shape (num_samples,) = {shape}, got {array.shape}")
+    return array
 
 
 def _costs_per_rank(costs: npt.ArrayLike) -> npt.NDArray[np.float64]:

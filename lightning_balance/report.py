@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.cost import CostFunction, prepare_cost
-from lightning_balance.efficiency import cost_spread, model_efficiency, pad_efficiency, slot_efficiency
+from lightning_balance.efficiency import (
+    cost_spread,
+    length_correlation,
+    mean_step_distance,
+    model_efficiency,
+    moved_share,
+    pad_efficiency,
+    slot_efficiency,
+)
 from lightning_balance.epoch import EpochPlan
 from lightning_balance.shuffle import EpochOrder
 from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
@@ -40,6 +48,11 @@ class PlanSummary:
         cost_spread: (max - min) / mean of the ranks' costs in a synchronisation, averaged.
         slot_efficiency: mean / max of the ranks' costs in a synchronisation, averaged.
         model_efficiency: cost of the samples without padding or waiting, over what all ranks are paid for.
+        fewest_samples_per_step: samples of the step that has the fewest, which may be a last one that is not full.
+        most_samples_per_step: samples of the step that has the most.
+        moved_share: share of the samples that left the step of the plain shuffle; above 0 only with ``lookahead > 1``.
+        mean_step_distance: how many steps samples moved, averaged over all of them.
+        length_correlation: of two samples of the same step, 0 for random steps; ``nan`` where it is not defined.
     """
 
     num_ranks: int
@@ -57,6 +70,11 @@ class PlanSummary:
     cost_spread: float
     slot_efficiency: float
     model_efficiency: float
+    fewest_samples_per_step: int
+    most_samples_per_step: int
+    moved_share: float
+    mean_step_distance: float
+    length_correlation: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +93,11 @@ def summarize(
     *,
     cost: CostFunction | None = None,
     sync: Literal["micro_batch", "step"] = "micro_batch",
+    shuffle: bool = True,
 ) -> PlanSummary:
     """Summarise a planned epoch; plans every step of it.
+
+    How far samples moved is counted from the slices that steps of the same sizes would cut from the plain shuffle.
 
     Args:
         plan: the epoch.
@@ -85,9 +106,10 @@ def summarize(
             it, costs of micro-batches are the plan's.
         sync: when ranks wait for each other, as given to the plan. A synchronisation is a slot for ``"micro_batch"``
             and a step for ``"step"``.
+        shuffle: as given to the plan.
 
     Raises:
-        ValueError: lengths that cannot be, or an unknown `sync`.
+        ValueError: lengths that cannot be, an unknown `sync`, or samples that are not those of the shuffle.
 
     Example:
         >>> from lightning_balance.epoch import plan_epoch
@@ -100,6 +122,12 @@ def summarize(
     steps = [plan.step(index) for index in range(plan.num_steps)]
     served = np.concatenate([step.order for step in steps])
     counts = np.concatenate([step.num_samples for step in steps])
+    plain_steps = _plain_steps(plan, [len(step.order) for step in steps], len(lengths), shuffle)[served]
+    if plain_steps.min() < 0:
+        raise ValueError(
+            f"the plan serves sample {served[plain_steps.argmin()]}, which is not in its part of the order with "
+            f"shuffle={shuffle}: give lengths and shuffle as they were given to the plan"
+        )
     return _summarize(
         _Epoch(
             counts=counts,
@@ -108,6 +136,8 @@ def summarize(
             real_tokens=np.concatenate([step.real_tokens for step in steps]),
             costs=np.concatenate([step.costs for step in steps]),
             num_slots_per_step=np.array([step.num_slots for step in steps], dtype=np.int64),
+            lengths=lengths[served],
+            plain_steps=plain_steps,
         ),
         useful_cost=_useful_cost(lengths[served], cost),
         sync=sync,
@@ -186,6 +216,8 @@ def summarize_plain(
             real_tokens=np.add.reduceat(np.where(is_copy, 0, served), starts),
             costs=prepare_cost(cost, padded.ravel(), max_count=batch_size)(num_run, padded),
             num_slots_per_step=num_slots_per_step,
+            lengths=served[~is_copy],
+            plain_steps=None,
         ),
         useful_cost=_useful_cost(served[~is_copy], cost),
         sync=sync,
@@ -203,8 +235,13 @@ def modelled_speed_up(planned: PlanSummary, plain: PlanSummary) -> float:
     return (planned.num_samples / planned.modelled_time) / (plain.num_samples / plain.modelled_time)
 
 
-def comparison_rows(planned: PlanSummary, plain: PlanSummary) -> list[Row]:
+def comparison_rows(planned: PlanSummary, plain: PlanSummary, *, with_randomness: bool = True) -> list[Row]:
     """Return the figures of a plan beside those of plain batches, in the order of a table.
+
+    Args:
+        planned: figures of the plan.
+        plain: figures of plain batches.
+        with_randomness: end with how random steps are, which tells something where ``lookahead`` is above 1.
 
     Example:
         >>> plain = summarize_plain([3, 5, 9, 2], batch_size=2, num_ranks=1)
@@ -225,6 +262,14 @@ def comparison_rows(planned: PlanSummary, plain: PlanSummary) -> list[Row]:
         ("fillers", "count", "num_fillers"),
         ("shapes", "count", "num_shapes"),
     ]
+    if with_randomness:
+        figures += [
+            ("fewest samples in a step", "count", "fewest_samples_per_step"),
+            ("most samples in a step", "count", "most_samples_per_step"),
+            ("samples that change step", "percent", "moved_share"),
+            ("mean distance moved, in steps", "factor", "mean_step_distance"),
+            ("correlation of lengths in a step", "percent", "length_correlation"),
+        ]
     rows = [
         Row(label=label, unit=unit, planned=getattr(planned, name), plain=getattr(plain, name))
         for label, unit, name in figures
@@ -235,7 +280,12 @@ def comparison_rows(planned: PlanSummary, plain: PlanSummary) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Epoch:
-    """Micro-batches of an epoch: arrays of shape ``(num_slots of all steps, num_ranks)``."""
+    """Micro-batches of an epoch: arrays of shape ``(num_slots of all steps, num_ranks)``, and its samples.
+
+    Attributes:
+        lengths: lengths of the samples, step after step, copies left out.
+        plain_steps: step of the plain shuffle of each of them; ``None`` where it is the sample's own step.
+    """
 
     counts: NDArray[np.int64]
     num_run: NDArray[np.int64]
@@ -243,6 +293,18 @@ class _Epoch:
     real_tokens: NDArray[np.int64]
     costs: NDArray[np.float64]
     num_slots_per_step: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    plain_steps: NDArray[np.int64] | None
+
+
+def _plain_steps(plan: EpochPlan, samples_per_step: list[int], num_samples: int, shuffle: bool) -> NDArray[np.int64]:
+    """Return the step of every sample of the dataset if steps of these sizes were slices of the order; -1 for none."""
+    order = EpochOrder(num_samples, seed=plan.seed, epoch=plan.epoch, shuffle=shuffle)
+    if len(plan.skipped):
+        order.leave_out(plan.skipped)
+    steps = np.full(num_samples, -1, dtype=np.int64)
+    steps[order.slice(0, sum(samples_per_step))] = np.repeat(np.arange(len(samples_per_step)), samples_per_step)
+    return steps
 
 
 def _summarize(epoch: _Epoch, *, useful_cost: float, sync: str) -> PlanSummary:
@@ -251,6 +313,8 @@ def _summarize(epoch: _Epoch, *, useful_cost: float, sync: str) -> PlanSummary:
     first_slots = np.cumsum(epoch.num_slots_per_step) - epoch.num_slots_per_step
     synchronised = epoch.costs if sync == "micro_batch" else np.add.reduceat(epoch.costs, first_slots)
     time = float(synchronised.max(axis=1).sum())
+    samples_per_step = np.add.reduceat(epoch.counts.sum(axis=1), first_slots)
+    steps = np.repeat(np.arange(len(samples_per_step)), samples_per_step)
     shapes = epoch.num_run * (int(epoch.padded_lengths.max()) + 1) + epoch.padded_lengths
     return PlanSummary(
         num_ranks=num_ranks,
@@ -268,6 +332,11 @@ def _summarize(epoch: _Epoch, *, useful_cost: float, sync: str) -> PlanSummary:
         cost_spread=cost_spread(synchronised),
         slot_efficiency=slot_efficiency(synchronised),
         model_efficiency=model_efficiency(useful_cost, time, num_ranks),
+        fewest_samples_per_step=int(samples_per_step.min()),
+        most_samples_per_step=int(samples_per_step.max()),
+        moved_share=0.0 if epoch.plain_steps is None else moved_share(steps, epoch.plain_steps),
+        mean_step_distance=0.0 if epoch.plain_steps is None else mean_step_distance(steps, epoch.plain_steps),
+        length_correlation=length_correlation(epoch.lengths, steps),
     )
 
 

@@ -21,7 +21,9 @@ Lengths = npt.NDArray[np.int64]
 _DESCRIPTION = """\
 Compare one epoch of plain shuffled batches with the same epoch balanced: with the same number of micro-batches per
 optimizer step ("rebalance"), and with as many as a budget of padded tokens needs ("token budget"). All three have the
-same samples in every optimizer step unless --lookahead is above 1. Times are in the unit of the cost model,
+same samples in every optimizer step unless --lookahead is above 1; then the table also says how much the number of
+samples per step varies, how far samples move from their step of the plain shuffle, and how alike lengths in a step are
+(0 % for random steps, 100 % for steps of one length each). Times are in the unit of the cost model,
 intercept + n * L + alpha * n * L**2 for n samples padded to L tokens.
 """
 
@@ -54,7 +56,7 @@ def run_plan_command(words: Sequence[str]) -> None:
         parser.error(str(error))
     print(f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.1f}")
     title = f"{options.num_ranks} ranks x {options.num_slots} slots x {options.batch_size} samples, sync {options.sync}"
-    print_table(title, ["", *summaries], _cells(list(summaries.values())))
+    print_table(title, ["", *summaries], _cells(list(summaries.values()), options.lookahead > 1))
 
 
 def read_lengths(path: Path) -> Lengths:
@@ -134,10 +136,12 @@ def compare(
     }
 
 
-def _cells(summaries: Sequence[PlanSummary]) -> list[list[str]]:
+def _cells(summaries: Sequence[PlanSummary], with_randomness: bool) -> list[list[str]]:
     """One row a figure, its label and its value in each summary; the first summary is the plain one."""
     plain = summaries[0]
-    columns = [comparison_cells(comparison_rows(summary, plain)) for summary in summaries]
+    columns = [
+        comparison_cells(comparison_rows(summary, plain, with_randomness=with_randomness)) for summary in summaries
+    ]
     return [[row[0][0], *(cell[1] for cell in row)] for row in zip(*columns, strict=True)]
 
 

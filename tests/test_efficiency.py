@@ -13,8 +13,11 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from lightning_balance.efficiency import (
     cost_spread,
+    length_correlation,
+    mean_step_distance,
     model_efficiency,
     modelled_time,
+    moved_share,
     pad_efficiency,
     slot_efficiency,
 )
@@ -103,7 +106,65 @@ def test_model_efficiency_is_padding_times_waiting_for_a_linear_cost() -> None:
     assert model_efficiency(real.sum(), time, num_ranks=2) == pytest.approx(pad_efficiency(real, padded) * waiting)
 
 
+def correlate_slowly(lengths: list[float], steps: list[int]) -> float:
+    """Analysis of variance from its definition, one sample after the other."""
+    members = [[length for length, own in zip(lengths, steps, strict=True) if own == step] for step in set(steps)]
+    total, mean = len(lengths), sum(lengths) / len(lengths)
+    between = within = squares = 0.0
+    for group in members:
+        own_mean = sum(group) / len(group)
+        between += len(group) * (own_mean - mean) ** 2
+        within += sum((length - own_mean) ** 2 for length in group)
+        squares += len(group) ** 2
+    between /= len(members) - 1
+    within /= total - len(members)
+    size = (total - squares / total) / (len(members) - 1)
+    return (between - within) / (between + (size - 1) * within)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_randomness_is_what_a_slow_count_finds(samples: list[tuple[int, int, int]]) -> None:
+    lengths, steps, plain = map(list, zip(*samples, strict=True))
+    distances = [abs(own - other) for own, other in zip(steps, plain, strict=True)]
+    assert moved_share(steps, plain) == pytest.approx(sum(map(bool, distances)) / len(distances))
+    assert mean_step_distance(steps, plain) == pytest.approx(sum(distances) / len(distances))
+    if 1 < len(set(steps)) < len(steps) and len(set(lengths)) > 1:
+        assert length_correlation(lengths, steps) == pytest.approx(correlate_slowly(lengths, steps), abs=1e-9)
+        assert length_correlation(lengths, steps) <= 1 + 1e-9
+    else:
+        assert math.isnan(length_correlation(lengths, steps))
+
+
+def test_samples_that_stay_have_moved_nowhere() -> None:
+    steps = np.random.default_rng(0).integers(0, 9, 100)
+    assert (moved_share(steps, steps), mean_step_distance(steps, steps)) == (0.0, 0.0)
+
+
+def test_steps_of_one_length_each_correlate_fully() -> None:
+    steps = np.repeat(np.arange(5), [2, 3, 1, 7, 4])  # not in equal numbers
+    assert length_correlation(np.array([7, 90, 7, 512, 33])[steps], steps) == 1.0
+    assert length_correlation([1, 9, 1, 9], [0, 0, 1, 1]) == -1.0  # means that are equal by design, not by chance
+
+
+def test_independent_shuffles_do_not_correlate() -> None:
+    rng = np.random.default_rng(0)
+    lengths, steps = rng.lognormal(5, 1, 20_000), np.arange(20_000) // 200
+    found = [length_correlation(rng.permutation(lengths), steps) for _ in range(20)]
+    assert abs(np.mean(found)) < 0.001
+    assert max(map(abs, found)) < 0.005
+    assert length_correlation(np.sort(lengths), steps) > 0.9  # the bounds tell sorted from shuffled
+
+
+def test_randomness_of_no_samples_is_nan() -> None:
+    for figure in (moved_share, mean_step_distance, length_correlation):
+        assert math.isnan(figure([], [])), figure.__name__
+
+
 def test_bad_input_names_the_argument_and_the_value() -> None:
+    for figure in (moved_share, mean_step_distance, length_correlation):
+        with pytest.raises(ValueError, match=r"steps must hold one step per sample, .* = \(3,\), got \(2,\)"):
+            figure(*([[0, 1], [0, 1, 2]] if figure is not length_correlation else [[4, 5, 6], [0, 1]]))
     with pytest.raises(ValueError, match=r"costs must be at least 0, got -1"):
         cost_spread([1.0, -1.0])
     with pytest.raises(ValueError, match=r"ranks as its last axis, got the single number 3"):

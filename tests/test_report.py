@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_balance.cost import CostModel
+from lightning_balance.efficiency import length_correlation
 from lightning_balance.epoch import EpochPlan, plan_epoch
 from lightning_balance.report import PlanSummary, comparison_rows, modelled_speed_up, summarize, summarize_plain
 
@@ -24,14 +26,21 @@ MicroBatches = list[list[tuple[list[int], int]]]
 
 
 def count_slowly(
-    steps: list[MicroBatches], num_ranks: int, cost: Any, sync: str, multiple: int = 1
+    steps: list[MicroBatches],
+    num_ranks: int,
+    cost: Any,
+    sync: str,
+    multiple: int = 1,
+    distances: Sequence[int] = (0,),
 ) -> dict[str, float]:
     """Every figure of a summary, from its definition, one micro-batch after the other."""
     modelled_time, spreads, efficiencies, useful = 0.0, [], [], 0.0
     real = padded = largest = samples = fillers = 0
     shapes = set()
+    lengths_of_steps: list[list[int]] = []
     for step in steps:
         costs = []
+        lengths_of_steps.append([length for slot in step for run, num_real in slot for length in run[:num_real]])
         for slot in step:
             costs.append([])
             for run, num_real in slot:
@@ -61,7 +70,26 @@ def count_slowly(
         "cost_spread": float(np.mean(spreads)),
         "slot_efficiency": float(np.mean(efficiencies)),
         "model_efficiency": useful / (num_ranks * modelled_time),
+        "fewest_samples_per_step": min(map(len, lengths_of_steps)),
+        "most_samples_per_step": max(map(len, lengths_of_steps)),
+        "moved_share": sum(distance > 0 for distance in distances) / len(distances),
+        "mean_step_distance": sum(distances) / len(distances),
+        "length_correlation": length_correlation(
+            [length for own in lengths_of_steps for length in own],
+            [step for step, own in enumerate(lengths_of_steps) for _ in own],
+        ),
     }
+
+
+def distances_slowly(plan: EpochPlan, order: list[int]) -> list[int]:
+    """How many steps each sample is away from the slice of the order that a step of this size would be."""
+    step_of, plain_step_of = {}, {}
+    places = iter(order)
+    for index in range(plan.num_steps):
+        for sample in plan.step(index).order.tolist():
+            step_of[sample] = index
+            plain_step_of[next(places)] = index
+    return [abs(step - plain_step_of[sample]) for sample, step in step_of.items()]
 
 
 def micro_batches_of_plan(plan: EpochPlan, lengths: npt.NDArray[np.int64]) -> list[MicroBatches]:
@@ -95,7 +123,7 @@ def micro_batches_of_torch(
 
 
 def assert_equal(summary: PlanSummary, expected: dict[str, float]) -> None:
-    assert dataclasses.asdict(summary) == pytest.approx(expected)
+    assert dataclasses.asdict(summary) == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize("sync", ["micro_batch", "step"])
@@ -105,6 +133,7 @@ def assert_equal(summary: PlanSummary, expected: dict[str, float]) -> None:
         {"samples_per_step": 24, "num_ranks": 3, "num_slots": 2},
         {"samples_per_step": 64, "num_ranks": 2, "max_tokens": 2048, "pad_to_multiple_of": 16},
         {"num_ranks": 2, "num_slots": 2, "max_tokens": 1500, "lookahead": 4},
+        {"samples_per_step": 12, "num_ranks": 2, "num_slots": 3, "lookahead": 5},
         {"samples_per_step": 100, "num_ranks": 4, "max_tokens": 600, "oversize": "skip", "drop_last": True},
         {"samples_per_step": 202, "num_ranks": 7},  # the second step has 1 sample, hence 6 fillers
     ],
@@ -113,7 +142,9 @@ def assert_equal(summary: PlanSummary, expected: dict[str, float]) -> None:
 def test_a_plan_is_summarised_as_a_slow_count_does(options: dict[str, Any], sync: Any) -> None:
     plan = plan_epoch(SHORT, cost=COST, sync=sync, seed=3, **options)
     steps = micro_batches_of_plan(plan, SHORT)
-    expected = count_slowly(steps, plan.num_ranks, COST, sync, options.get("pad_to_multiple_of", 1))
+    order = [sample for sample in np.random.default_rng([3, 0]).permutation(203).tolist() if sample not in plan.skipped]
+    distances = distances_slowly(plan, order)
+    expected = count_slowly(steps, plan.num_ranks, COST, sync, options.get("pad_to_multiple_of", 1), distances)
     summary = summarize(plan, SHORT, cost=COST, sync=sync)
     assert_equal(summary, expected)
     assert (summary.num_samples, summary.num_micro_batches) == (plan.num_samples, plan.num_micro_batches)
@@ -176,6 +207,50 @@ def test_the_speed_up_counts_samples_that_were_left_out() -> None:
     assert modelled_speed_up(half, plain) == pytest.approx(2, rel=0.01)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"samples_per_step": 20},
+        {"samples_per_step": 20, "drop_last": True, "max_tokens": 900, "oversize": "skip"},
+        {"max_tokens": 2048},
+    ],
+    ids=str,
+)
+def test_without_lookahead_no_sample_moves(options: dict[str, Any], shuffle: bool) -> None:
+    plan = plan_epoch(SHORT, num_ranks=2, seed=4, epoch=1, shuffle=shuffle, **options)
+    summary = summarize(plan, SHORT, shuffle=shuffle)
+    assert (summary.moved_share, summary.mean_step_distance) == (0.0, 0.0)
+
+
+def test_lookahead_moves_samples_inside_its_window_only() -> None:
+    summaries = []
+    for lookahead in (1, 2, 8):
+        plan = plan_epoch(LENGTHS[:9984], samples_per_step=256, num_ranks=8, num_slots=4, lookahead=lookahead)
+        summaries.append(summarize(plan, LENGTHS[:9984]))
+    one, two, eight = summaries
+    assert 0 == one.mean_step_distance < two.mean_step_distance < 1 < eight.mean_step_distance < 7
+    assert 0 == one.moved_share < two.moved_share < eight.moved_share < 1
+    assert abs(one.length_correlation) < 0.005 < two.length_correlation < eight.length_correlation < 0.2
+    assert one.fewest_samples_per_step == one.most_samples_per_step == 256
+    assert eight.fewest_samples_per_step < 256 < eight.most_samples_per_step
+
+
+def test_plain_batches_are_as_random_as_a_plan_without_lookahead() -> None:
+    plan = plan_epoch(SHORT, samples_per_step=48, num_ranks=3, num_slots=2, seed=7)
+    planned = summarize(plan, SHORT)
+    plain = summarize_plain(SHORT, batch_size=8, num_ranks=3, num_slots=2, seed=7)
+    assert plain.length_correlation == pytest.approx(planned.length_correlation)
+    for name in ("fewest_samples_per_step", "most_samples_per_step", "moved_share", "mean_step_distance"):
+        assert getattr(plain, name) == getattr(planned, name), name
+
+
+def test_another_order_than_the_plans_is_noticed_where_samples_are_left_out() -> None:
+    plan = plan_epoch(SHORT, samples_per_step=100, num_ranks=2, drop_last=True)
+    with pytest.raises(ValueError, match=r"with shuffle=False: give lengths and shuffle as they were given"):
+        summarize(plan, SHORT, shuffle=False)
+
+
 def test_the_rows_hold_both_sides() -> None:
     planned = summarize(plan_epoch(SHORT, samples_per_step=24, num_ranks=3), SHORT)
     plain = summarize_plain(SHORT, batch_size=8, num_ranks=3)
@@ -184,7 +259,10 @@ def test_the_rows_hold_both_sides() -> None:
     assert rows["pad efficiency"].plain == plain.pad_efficiency
     assert rows["modelled speed-up"].planned == modelled_speed_up(planned, plain)
     assert rows["modelled speed-up"].plain == 1.0
-    assert len(rows) == len(comparison_rows(planned, plain)) == 13
+    assert rows["most samples in a step"].planned == rows["most samples in a step"].plain == 24
+    assert rows["correlation of lengths in a step"].planned == planned.length_correlation
+    assert len(rows) == len(comparison_rows(planned, plain)) == 18
+    assert comparison_rows(planned, plain, with_randomness=False) == comparison_rows(planned, plain)[:13]
 
 
 def test_bad_input_is_refused_by_name() -> None:

@@ -1,6 +1,7 @@
 """`lightning-balance plan`: reads lengths in three formats and prints the figures of the report."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -40,6 +41,43 @@ def test_the_table_has_the_report_s_figures(tmp_path, capsys):
         assert word in output
     plan = plan_epoch(LENGTHS, samples_per_step=64, num_ranks=4, num_slots=2)
     assert f"{100 * summarize(plan, LENGTHS).pad_efficiency:.1f} %" in output
+
+
+RANDOMNESS = (
+    "fewest samples in a step",
+    "most samples in a step",
+    "samples that change step",
+    "mean distance moved, in steps",
+    "correlation of lengths in a step",
+)
+
+
+def rows_printed(capsys, *words):
+    """Cells of the printed table by label, however it is drawn."""
+    main(["plan", *words, "--num_ranks", "4", "--num_slots", "2", "--batch_size", "6"])
+    lines = [re.split(r"(?:\s{2,}|\s*[│┃]\s*)+", line.strip(" │┃")) for line in capsys.readouterr().out.splitlines()]
+    return {label: cells for label, *cells in lines}
+
+
+def test_with_lookahead_the_table_says_how_random_steps_are(tmp_path, capsys):
+    rows = rows_printed(capsys, str(save(tmp_path, "array.npy")), "--lookahead", "4")
+    plan = plan_epoch(LENGTHS, samples_per_step=48, num_ranks=4, num_slots=2, lookahead=4)
+    summary = summarize(plan, LENGTHS)
+    assert summary.moved_share > 0.5
+    assert [rows[label][1] for label in RANDOMNESS] == [
+        f"{summary.fewest_samples_per_step}",
+        f"{summary.most_samples_per_step}",
+        f"{100 * summary.moved_share:.1f} %",
+        f"{summary.mean_step_distance:.2f} x",
+        f"{100 * summary.length_correlation:.1f} %",
+    ]
+    assert [rows[label][0] for label in RANDOMNESS[:4]] == ["24", "48", "0.0 %", "0.00 x"]
+
+
+def test_without_lookahead_there_is_nothing_to_say_about_it(tmp_path, capsys):
+    rows = rows_printed(capsys, str(save(tmp_path, "array.npy")))
+    assert "shapes" in rows
+    assert not set(RANDOMNESS) & set(rows)
 
 
 @pytest.mark.parametrize("sync", ["micro_batch", "step"])
