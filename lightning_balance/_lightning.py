@@ -49,7 +49,11 @@ def set_epoch_length(trainer: Trainer, num_batches: int) -> None:
     loop._combined_loader.limits = [limited]
     loop.max_batches = limited
     is_timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
-    if not is_timed and isinstance(trainer.val_check_interval, float):  # a trainer with a clock has no interval
+    if is_timed:
+        return  # a trainer with a clock has no interval
+    if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
+        trainer.val_check_batch = min(trainer.val_check_interval, limited)  # a shorter epoch is validated at its end
+    elif isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(limited * trainer.val_check_interval))
 
 
@@ -83,6 +87,18 @@ def rewind_batches(checkpoint: dict[str, Any], num_batches: int) -> None:
         counts.update(ready=num_done, started=num_done, processed=num_done, completed=num_done)
 
 
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Make a checkpoint that is about to be saved continue inside its epoch, although the loop left it.
+
+    Missing: a run that ends by ``max_steps`` in the middle of an epoch counts the epoch as finished, and goes on at the
+    same batch index of the next one.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        if counts["processed"] == counts["ready"]:
+            counts.update(processed=counts["ready"] - 1, completed=counts["ready"] - 1)
+
+
 def is_restarting(trainer: Trainer) -> bool:
     """Whether the loop continues inside an epoch of a checkpoint; missing: a public form."""
     return bool(trainer.fit_loop.restarting)
@@ -96,6 +112,13 @@ def finished_an_epoch(trainer: Trainer) -> bool:
 def num_batches_done(trainer: Trainer) -> int:
     """Batches of the current epoch whose backward is done; missing: public access to the loop's progress."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+def put_first(trainer: Trainer, callback: Callback) -> None:
+    """Make ``callback`` the first that every hook calls; missing: a way to ask for it."""
+    order = callbacks(trainer)
+    order.remove(callback)
+    order.insert(0, callback)
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

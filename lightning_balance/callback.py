@@ -84,6 +84,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if stage != "fit":
             return
         self._forget()
+        _lightning.put_first(trainer, self)  # others then see corrected gradients and the epoch's real length
         if self.only_for not in (None, _lightning.train_datamodule(trainer)):
             return
         on_every_rank(lambda: self._check(trainer, pl_module))
@@ -132,6 +133,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn_of_ignored_labels(batch)
+            self._warn_of_other_lengths(batch, self._fit.place(batch_idx))
         self._batch, self._place = batch, self._fit.place(batch_idx)
         if self._fit.open_window(self._place, batch_idx):
             for optimizer in trainer.optimizers:
@@ -144,7 +146,12 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._fit is None or self._weights is None or self._place is None:
             return
         num_samples = int(self._place.plan.num_samples[self._place.slot, self._fit.factory.rank])
-        scale = self._weights.weigh(self._batch, num_samples=num_samples, accumulation=trainer.accumulate_grad_batches)
+        scale = self._weights.weigh(
+            self._batch,
+            slot=self._place.slot,
+            num_samples=num_samples,
+            accumulation=trainer.accumulate_grad_batches,
+        )
         scale_backward(loss, scale)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -158,7 +165,12 @@ class BalanceCallback(HasBalanceSettings, Callback):
     ) -> None:
         """Count the step, and log its figures when the loggers write."""
         self._batch = None
-        if self._monitor is None or self._place is None or not self._place.is_last:
+        if self._fit is None or self._monitor is None or self._place is None:
+            return
+        if isinstance(outputs, dict) and "loss" in outputs:
+            # The trainer divided it by the value that made this window; others know the trainer's own.
+            outputs["loss"] = outputs["loss"] * (trainer.accumulate_grad_batches / self._fit.factory.accumulation)
+        if not self._place.is_last:
             return
         self._monitor.end_step(self._place)
         if _lightning.will_log_step(trainer) and not trainer.barebones:
@@ -192,6 +204,17 @@ class BalanceCallback(HasBalanceSettings, Callback):
                     " other labels, set loss_reduction='token_mean', or 'causal_token_mean' for causal language models"
                 )
 
+    def _warn_of_other_lengths(self, batch: Any, place: Place) -> None:
+        assert self._fit is not None
+        tokens = find_labels(batch, "input_ids")
+        planned = int(place.plan.padded_lengths[place.slot, self._fit.factory.rank])
+        if tokens is not None and tokens.ndim == 2 and tokens.shape[1] != planned:
+            rank_zero_warn(
+                f"the first micro-batch is padded to {tokens.shape[1]} tokens, but the plan says {planned}: set"
+                f" max_length"
+                " and pad_to_multiple_of as the collate function has them, or correct lengths"
+            )
+
     # ------------------------------------------------------------------ stop and restart
 
     # Not state_dict: Lightning refuses two callbacks of one class that have it, in words that do not say what is wrong.
@@ -201,9 +224,12 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._fit is None or not self._fit.has_loader:
             return
         checkpoint[CHECKPOINT_KEY] = self._fit.state()
-        num_batches = self._fit.num_batches_into_step(_lightning.num_batches_done(trainer))
+        position = _lightning.num_batches_done(trainer)
+        num_batches = self._fit.num_batches_into_step(position)
         if num_batches:
             _lightning.rewind_batches(checkpoint, num_batches)
+        if 0 < position < self._fit.num_batches_of_epoch:
+            _lightning.reopen_epoch(checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue in the middle of the saved epoch, without replaying it."""
@@ -225,10 +251,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
             print_summary(self._fit, self._monitor.run, self._peak or {})
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the trainer back as it was."""
+        """Give the trainer back as it was; a checkpoint saved by hand after ``fit`` still says where it stands."""
         if stage == "fit":
             self._release(trainer)
-            self._forget()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the trainer back as it was; the place in the run stays known to callbacks that save it now."""

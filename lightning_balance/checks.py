@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
@@ -39,6 +39,12 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         raise ValueError(
             "BalanceCallback and the batch size finder (Tuner.scale_batch_size) both set the batch size: find it"
             " without BalanceCallback, or bound memory by BalanceCallback(max_tokens=...)"
+        )
+    if _has_callback(trainer, LearningRateFinder):
+        raise ValueError(
+            "the learning rate finder (Tuner.lr_find) runs without the trainer's callbacks, so micro-batches would"
+            " not be"
+            " weighted: find the rate with a trainer without BalanceCallback"
         )
     overfit_batches = _lightning.overfit_batches(trainer)
     if overfit_batches > 0:

@@ -73,6 +73,7 @@ class BalancedFit:
         self._sampler: BalancedBatchSampler | None = None
         self._restored: dict[str, Any] | None = None
         self._length_is_stale = False
+        self._steps_of_epoch: dict[int, int] = {}
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -98,6 +99,7 @@ class BalancedFit:
     def balance(self, loader: Any) -> DataLoader[Any]:
         """Rebuild the user's training loader around the plan. A collective call; errors are raised on every rank."""
         self._sampler = sampler = self.factory.make(loader)
+        self._steps_of_epoch.clear()
         sampler.set_epoch(self.trainer.current_epoch)
         if self._restored is not None:
             on_every_rank(lambda: sampler.load_state_dict(self._restored or {}))
@@ -112,6 +114,11 @@ class BalancedFit:
     def num_batches_into_step(self, position: int) -> int:
         """Micro-batches between ``position`` and the beginning of its optimizer step; 0 at the epoch's end."""
         return self.sampler.plan.locate(position)[1] if position < len(self.sampler) else 0
+
+    @property
+    def num_batches_of_epoch(self) -> int:
+        """Micro-batches per rank that the current epoch runs, after ``limit_train_batches``."""
+        return _lightning.limited_num_batches(self.trainer, len(self.sampler))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
@@ -134,6 +141,11 @@ class BalancedFit:
                 f"the checkpoint was saved in the middle of an epoch ({num_done} batches done) by a run without"
                 " BalanceCallback, so the samples it has seen are unknown: resume from a checkpoint of an epoch's end,"
                 " or without BalanceCallback"
+            )
+        if is_restarting and restored is not None and num_done and not finished_an_epoch and restored["epoch"] != epoch:
+            raise ValueError(
+                f"the checkpoint continues at batch {num_done} of epoch {epoch}, but its samples are those of epoch"
+                f" {restored['epoch']}: resume from a checkpoint that ModelCheckpoint saved during fit"
             )
         self.begin_epoch(epoch)
         if is_restarting or restored is not None or self.sampler.begun not in (None, (epoch, 0)):
@@ -160,8 +172,13 @@ class BalancedFit:
 
     def _count_steps(self, num_epochs: int) -> int:
         """Optimizer steps of the first ``num_epochs`` epochs, after ``limit_train_batches``."""
-        num_counted = min(num_epochs, MAX_EPOCHS_COUNTED)
-        num_steps = sum(self._num_steps(epoch) for epoch in range(num_counted))
+        num_counted, num_steps = min(num_epochs, MAX_EPOCHS_COUNTED), 0
+        for epoch in range(num_counted):
+            if epoch not in self._steps_of_epoch:
+                self._steps_of_epoch[epoch] = self._num_steps(epoch)
+            num_steps += self._steps_of_epoch[epoch]
+            if 0 <= self.trainer.max_steps <= num_steps:
+                return num_steps  # the trainer takes the smaller of the two
         return -(-num_steps * num_epochs // num_counted)
 
     def _num_steps(self, epoch: int) -> int:

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch.utils.data
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -74,7 +75,7 @@ def read_order(loader: DataLoader[Any]) -> LoaderOrder:
         )
     if type(batch_sampler) is not BatchSampler:
         raise TypeError(
-            f"the training DataLoader has the batch sampler {type(batch_sampler).__name__}, whose choice of samples"
+            f"the training DataLoader has the batch sampler {_name(batch_sampler)}, whose choice of samples"
             " BalanceCallback would override: give the DataLoader batch_size and shuffle instead, or remove the"
             " callback"
         )
@@ -99,10 +100,17 @@ def _is_shuffled(sampler: object, num_samples: int) -> bool:
             " use shuffle=True, or remove the callback"
         )
     raise TypeError(
-        f"the training DataLoader has the sampler {type(sampler).__name__}, whose choice of samples BalanceCallback"
+        f"the training DataLoader has the sampler {_name(sampler)}, whose choice of samples BalanceCallback"
         f" would"
         " override: use shuffle=True or False (torch.utils.data.Subset selects samples), or remove the callback"
     )
+
+
+def _name(sampler: object) -> str:
+    """The class, with its module where torch has another class of that name."""
+    kind = type(sampler)
+    is_unlike = getattr(torch.utils.data, kind.__name__, kind) is not kind
+    return f"{kind.__module__}.{kind.__name__}" if is_unlike else kind.__name__
 
 
 def with_batch_sampler(loader: DataLoader[Any], batch_sampler: BalancedBatchSampler) -> DataLoader[Any]:

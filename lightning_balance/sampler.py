@@ -192,6 +192,7 @@ class BalancedBatchSampler(BatchSampler):
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "position": self._position,
+            "num_micro_batches": len(self),
             **self._dependencies(),
             "digest": self.plan.digest,
         }
@@ -214,6 +215,8 @@ class BalancedBatchSampler(BatchSampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue inside the epoch of ``state``; later epochs are whole.
 
+        At an epoch's end nothing is half served: ranks and settings may then be others, but not the data nor its order.
+
         Raises:
             ValueError: the state was made by another plan (data, seed, settings, ranks) or another state version.
         """
@@ -222,7 +225,10 @@ class BalancedBatchSampler(BatchSampler):
                 f"state['version'] is {state.get('version')!r}, but this release reads version {STATE_VERSION}"
             )
         plan = self.plan_for(int(state["epoch"]))
-        for name, ours in {**self._dependencies(), "digest": plan.digest}.items():
+        ours_now = {**self._dependencies(), "digest": plan.digest}
+        if state["position"] >= state["num_micro_batches"]:
+            ours_now = {name: ours_now[name] for name in ("num_samples", "lengths", "seed", "shuffle")}
+        for name, ours in ours_now.items():
             if state.get(name) != ours:
                 raise ValueError(
                     f"the state was saved with {name}={state.get(name)!r}, but this sampler has {name}={ours!r}:"

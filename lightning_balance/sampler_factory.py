@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 import lightning_balance
 from lightning_balance import _lightning
@@ -19,6 +21,8 @@ from lightning_balance.loaders import LoaderOrder, check_loader, read_order
 from lightning_balance.sampler import BalancedBatchSampler
 from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings, PlannedSync
 
+NUM_COMPARED = 8
+"""Samples that the other ranks read to see that they have the data that rank 0 scanned."""
 WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
 
 
@@ -46,7 +50,7 @@ class SamplerFactory:
         self.order: LoaderOrder | None = None
         self.settings = settings
         self._trainer = trainer
-        self._lengths_of: tuple[Any, NDArray[np.int64]] | None = None
+        self._scanned: tuple[Any, NDArray[np.int64]] | None = None
         self._has_warned_of_skipped = False
 
     def make(self, loader: Any) -> BalancedBatchSampler:
@@ -68,8 +72,6 @@ class SamplerFactory:
         return sampler
 
     def _find_lengths(self, dataset: Any) -> NDArray[np.int64]:
-        if self._lengths_of is not None and self._lengths_of[0] is dataset:
-            return self._lengths_of[1]  # the loader is requested again, the samples are not read again
         settings, datamodule = self.settings, _lightning.train_datamodule(self._trainer)
         num_samples = on_every_rank(lambda: len(dataset))
         check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
@@ -81,12 +83,36 @@ class SamplerFactory:
                 max_length=settings.max_length,
                 datamodule=datamodule,
                 cache_dir=settings.lengths_cache_dir,
+                progress=self._trainer.progress_bar_callback is not None,
             )
 
-        must_scan = from_rank_zero(lambda: is_scan_needed(dataset, settings.lengths, datamodule))
-        lengths = from_rank_zero(resolve) if must_scan else on_every_rank(resolve)
-        self._lengths_of = (dataset, lengths)
-        return lengths
+        if not from_rank_zero(lambda: is_scan_needed(dataset, settings.lengths, datamodule)):
+            return on_every_rank(resolve)
+        if self._scanned is None or self._scanned[0] is not dataset or len(self._scanned[1]) != num_samples:
+            # A loader that is requested again for the same data does not read the samples again.
+            self._scanned = (dataset, from_rank_zero(resolve))
+            on_every_rank(lambda: self._compare_with_scan(dataset))
+        return self._scanned[1]
+
+    def _compare_with_scan(self, dataset: Any) -> None:
+        """Read a few samples where another rank has read them all: ranks with other data have other lengths."""
+        if self._trainer.is_global_zero:
+            return
+        assert self._scanned is not None
+        lengths = self._scanned[1]
+        places = np.unique(np.linspace(0, len(lengths) - 1, NUM_COMPARED).round().astype(int)).tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rank 0 has warned of the scan
+            own = resolve_lengths(
+                Subset(dataset, places), self.settings.lengths, max_length=self.settings.max_length, progress=False
+            )
+        if (own != lengths[places]).any():
+            place = int(np.flatnonzero(own != lengths[places])[0])
+            raise ValueError(
+                f"the data differs between ranks: sample {places[place]} has length {lengths[places[place]]} on"
+                f" rank 0, but"
+                f" {own[place]} on rank {self._trainer.global_rank}; {WAY_OUT}"
+            )
 
     def _make(self, lengths: NDArray[np.int64], order: LoaderOrder) -> BalancedBatchSampler:
         settings = self.settings
@@ -146,10 +172,17 @@ class SamplerFactory:
                 "seed": plan.seed,
                 "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
                 "max_tokens": self.settings.max_tokens,
+                "limit_train_batches": self._trainer.limit_train_batches,
+                **{name: _named(getattr(self.settings, name)) for name in sorted(OPTIONS_OF_WEIGHTS_AND_OUTPUT)},
                 "the plan's digest": plan.digest,
             },
             WAY_OUT,
         )
+
+
+def _named(value: Any) -> Any:
+    """A value that can be compared across processes: functions by their name."""
+    return getattr(value, "__qualname__", value)
 
 
 def _seed(settings: BalanceSettings) -> int:

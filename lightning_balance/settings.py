@@ -70,6 +70,12 @@ class BalanceSettings:
         check_choice("step_unit", self.step_unit, STEP_UNITS)
         if self.step_unit == "tokens" and self.max_tokens is None:
             raise ValueError("step_unit='tokens' fills micro-batches to a budget and needs max_tokens, which is None")
+        if self.step_unit == "tokens" and self.samples_per_step is not None:
+            raise ValueError(
+                f"samples_per_step={self.samples_per_step} sets the step by samples, step_unit='tokens' by the"
+                f" budget: give"
+                " one of them"
+            )
         object.__setattr__(self, "loss_reduction", _resolve_loss_reduction(self.loss_reduction))
         object.__setattr__(self, "cost", _resolve_cost(self.cost))
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):

@@ -146,7 +146,7 @@ class StepWeights:
         self.num_ranks = num_ranks
         self._count = units_function(loss_reduction, label_key=label_key, ignore_index=ignore_index)
         self._planned_units = 0.0
-        self._counted_units: float | Tensor = 0.0
+        self._counted_units: dict[int, float | int | Tensor] = {}
 
     @property
     def needs_correction(self) -> bool:
@@ -156,10 +156,13 @@ class StepWeights:
     def begin(self, *, num_samples: int, num_tokens: int) -> None:
         """Start an optimizer step of so many samples and planned real tokens over all ranks and slots that will run."""
         self._planned_units = float(num_samples if self._count is None else num_tokens)
-        self._counted_units = 0.0
+        self._counted_units = {}
 
-    def weigh(self, batch: Any, *, num_samples: int, accumulation: float) -> float | Tensor:
-        """Factor for the backward of a micro-batch with ``num_samples`` real samples (0: a filler)."""
+    def weigh(self, batch: Any, *, slot: int, num_samples: int, accumulation: float) -> float | Tensor:
+        """Factor for the backward of the micro-batch in ``slot`` with ``num_samples`` real samples (0: a filler).
+
+        May be asked several times for a slot: optimizers such as LBFGS run the same micro-batch again.
+        """
         if self.loss_reduction == "sum":
             return float(self.num_ranks * accumulation) if num_samples else 0.0
         if self._count is None:
@@ -168,12 +171,12 @@ class StepWeights:
             units = 0.0
         else:
             units = self._count(batch)
-            self._counted_units = self._counted_units + units
+            self._counted_units[slot] = units
         return units * loss_scale(
             1.0, num_ranks=self.num_ranks, accumulation=accumulation, total_units=self._planned_units
         )
 
     def correction(self, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
         """Factor that turns planned units into the counted ones of all ranks; a collective call."""
-        total = sum_over_ranks(self._counted_units, device, group)
+        total = sum_over_ranks(sum(self._counted_units.values()), device, group)
         return self._planned_units / total if total else 0.0

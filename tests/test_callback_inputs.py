@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_balance import BalanceCallback, BalancedDataModuleMixin, CostModel
 from tests.distributed import run_ranks
-from tests.toys import ScalarModel, TokenDataset, equal_samples, loader, trainer
+from tests.toys import ScalarModel, TokenDataset, collate, equal_samples, loader, trainer
 
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False
@@ -499,3 +500,63 @@ def test_what_fails_on_one_rank_is_raised_on_all(
 def test_other_samples_on_a_rank_that_did_not_read_them_are_noticed() -> None:
     for message in run_ranks(run_scanned_data_that_differ, 2, timeout_s=40):
         assert "the number of samples differs between ranks" in message or "rank 1 failed" in message
+
+
+def test_the_learning_rate_finder_is_refused() -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    run = trainer(callbacks=[BalanceCallback()])
+    with pytest.raises(ValueError, match=r"learning rate finder \(Tuner.lr_find\).*without BalanceCallback"):
+        Tuner(run).lr_find(ScalarModel(lr=0.1), loader(equal_samples([1, 2]), 1))
+
+
+def test_samples_per_step_beside_a_step_in_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"samples_per_step=8 .* step_unit='tokens' .* give one of them"):
+        BalanceCallback(max_tokens=9, step_unit="tokens", samples_per_step=8)
+
+
+class Ids(ScalarModel):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return super().training_step({**batch, "x": batch["input_ids"]}, batch_idx)
+
+
+@pytest.mark.parametrize(("lengths", "is_warned"), [([3, 1, 4, 2], False), ([3, 1, 2, 2], True)])
+def test_lengths_that_the_collate_function_does_not_pad_to_are_noticed(lengths: list[int], is_warned: bool) -> None:
+    data = equal_samples([3, 1, 4, 2])
+
+    def with_ids(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collate(samples)
+        return {**batch, "input_ids": batch["x"]}
+
+    train = DataLoader(data, batch_size=4, collate_fn=with_ids)
+    balance = BalanceCallback(lengths=lengths, loss_reduction="token_mean", print_summary=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(callbacks=[balance]).fit(Ids(), train)
+    found = [str(one.message) for one in caught if "is padded to 4 tokens, but the plan says 3" in str(one.message)]
+    assert bool(found) == is_warned
+
+
+def run_disagreeing(what: str) -> str:
+    rank = int(os.environ["RANK"])
+    data = equal_samples([1, 2, 3, 4] if rank == 0 or what != "data" else [1, 2, 4, 4])
+    options: dict[str, Any] = {"print_summary": False}
+    if what == "data":
+        del data.lengths  # rank 0 scans for all
+        options["lengths"] = "x"
+    elif what == "loss_reduction":
+        options["loss_reduction"] = "token_mean" if rank else "sample_mean"
+    else:
+        options["label_key"] = f"labels{rank}"
+    try:
+        trainer("ddp", 2, callbacks=[BalanceCallback(**options)]).fit(ScalarModel(), loader(data, 2))
+    except ValueError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("what", ["data", "loss_reduction", "label_key"])
+def test_ranks_that_differ_where_only_one_looks_are_noticed(what: str) -> None:
+    for sentence in run_ranks(run_disagreeing, 2, what, timeout_s=60):
+        assert f"{what} differs between ranks" in sentence
+        assert "every rank needs the same data" in sentence

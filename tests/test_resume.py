@@ -168,3 +168,32 @@ def test_what_cannot_continue_is_refused_with_both_values(
         trainer(callbacks=[balance], max_epochs=3).fit(
             ScalarModel(), loader(DATA, 2, shuffle=True), loader(DATA, 6), ckpt_path=path
         )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_steps", [1, 2, 4])
+def test_a_run_that_ended_by_max_steps_continues_inside_its_epoch(mode: str, max_steps: int, tmp_path: Path) -> None:
+    """Lightning counts the epoch as finished; the samples that were not trained would be lost."""
+    whole = run(mode, 2)
+    path = tmp_path / "ended.ckpt"
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, seed=3, **MODES[mode])
+    ended = trainer(max_epochs=3, max_steps=max_steps, accumulate_grad_batches=2, callbacks=[balance])
+    model = ScalarModel(lr=0.01)
+    ended.fit(model, loader(DATA, 2, shuffle=True), loader(DATA, 6))
+    ended.save_checkpoint(path)
+    resumed = run(mode, 2, checkpoint=path)
+    assert model.served + resumed.served == whole.served
+    assert resumed.num_steps == whole.num_steps
+    assert resumed.weight == pytest.approx(whole.weight)
+
+
+def test_other_settings_may_follow_after_an_epochs_end(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_on_train_epoch_end=True, every_n_epochs=1)
+    run("token budget", 2, saver, max_epochs=1, enable_checkpointing=True)
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, seed=3, max_tokens=10)
+    model = ScalarModel()
+    trainer(callbacks=[balance], max_epochs=2).fit(
+        model, loader(DATA, 2, shuffle=True), loader(DATA, 6), ckpt_path=tmp_path / "epoch=0.ckpt"
+    )
+    assert sorted(index for micro_batch in model.served for index in micro_batch) == list(range(len(DATA)))
+    assert set(model.epochs) == {1}

@@ -238,3 +238,93 @@ def test_the_plan_counts_data_parallel_ranks(data_parallel: int, tensor_parallel
     assert (ranks[0][0] == ranks[1][0]) == (tensor_parallel == 2)
     everything = sorted(i for served, _ in ranks for micro_batch in served for i in micro_batch)
     assert everything == sorted(list(range(len(DATA))) * tensor_parallel)
+
+
+class LossSeen(Callback):
+    """Keeps what other callbacks get: the loss of each micro-batch, gradients before each step, epoch lengths."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: list[float] = []
+        self.lengths: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lengths.append(trainer.num_training_batches)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.gradients.append(pl_module.gradient())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class OwnLosses(ScalarModel):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.own = [*getattr(self, "own", []), loss.item()]
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_other_callbacks_see_the_loss_divided_as_the_trainer_says(accumulate: int) -> None:
+    seen, model = LossSeen(), OwnLosses()
+    run(model, seen, accumulate_grad_batches=accumulate, options={"max_tokens": 8, "samples_per_step": 6, "seed": 0})
+    assert seen.losses == pytest.approx([loss / accumulate for loss in model.own], rel=1e-5)
+
+
+def test_callbacks_listed_before_see_true_gradients_and_lengths() -> None:
+    seen, model = LossSeen(), ScalarModel()
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, max_tokens=8, seed=0)
+    used = trainer(callbacks=[seen, balance], max_epochs=3)
+    used.fit(model, loader(DATA, 6, shuffle=True))
+    assert seen.gradients == model.gradients
+    assert seen.lengths == [model.epochs.count(epoch) for epoch in range(3)]
+
+
+class Lbfgs(ScalarModel):
+    """LBFGS runs the closure, with backward, several times for one step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.0, max_iter=3)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sample_mean"])
+def test_a_closure_that_runs_again_counts_its_units_once(reduction: str) -> None:
+    model = Lbfgs(reduction)
+    run(model, options={"samples_per_step": 18, "seed": 0}, limit_train_batches=1)
+    assert len(model.gradients) > 1
+    assert model.gradients == pytest.approx([reference_gradient(DATA.samples, reduction)] * len(model.gradients))
+
+
+def test_an_epoch_shorter_than_the_validation_interval_is_validated_at_its_end() -> None:
+    model = ScalarModel()
+    used = run(model, options={"max_tokens": 8, "samples_per_step": 6, "seed": 1}, max_epochs=4, val_check_interval=1)
+    lengths = [model.epochs.count(epoch) for epoch in range(4)]
+    assert len(set(lengths)) > 1
+    model = ScalarModel()
+    run(model, options={"max_tokens": 8, "samples_per_step": 6, "seed": 1}, max_epochs=4, val_check_interval=lengths[0])
+    assert model.num_validations == 4
+    assert used.current_epoch == 4
+
+
+def test_data_that_grows_and_shrinks_in_place_is_served_whole_when_loaders_are_reloaded() -> None:
+    class Growing(ScalarModel):
+        def train_dataloader(self) -> Any:
+            data.samples = DATA.samples[: [4, 9, 6][self.trainer.current_epoch]]
+            return loader(data, 2, shuffle=True)
+
+    data = TokenDataset(DATA.samples)
+    del data.lengths  # every load has to scan
+    model = Growing()
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, max_tokens=8, lengths="x")
+    trainer(callbacks=[balance], max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model)
+    for epoch, num_samples in enumerate([4, 9, 6]):
+        own = [batch for batch, when in zip(model.served, model.epochs, strict=True) if when == epoch]
+        assert sorted(index for batch in own for index in batch) == list(range(num_samples))
+
+
+def test_counting_the_steps_of_many_epochs_stops_at_max_steps() -> None:
+    balance = BalanceCallback(max_tokens=8, step_unit="tokens", print_summary=False, loss_reduction="token_mean")
+    model = Scheduled()
+    trainer(callbacks=[balance], max_epochs=1000, max_steps=4).fit(model, loader(DATA, 2, shuffle=True))
+    assert model.estimated == 4

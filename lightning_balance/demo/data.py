@@ -53,10 +53,10 @@ def byte_tokens(text: str, vocab_size: int = NUM_BYTES) -> npt.NDArray[np.int64]
     """Encode a text as its UTF-8 bytes; a byte that a smaller vocabulary lacks becomes the vocabulary's last token.
 
     Example:
-        >>> byte_tokens("aé").tolist(), byte_tokens("aé", vocab_size=100).tolist()
-        ([97, 195, 169], [97, 99, 99])
+        >>> byte_tokens("aé").tolist(), byte_tokens("aé", 100).tolist(), byte_tokens("aé", 260).tolist()
+        ([97, 195, 169], [97, 99, 99], [97, 195, 169])
     """
-    return np.minimum(np.frombuffer(text.encode(), dtype=np.uint8), vocab_size - 1).astype(np.int64)
+    return np.minimum(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64), vocab_size - 1)
 
 
 class PadCollator:
