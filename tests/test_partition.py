@@ -75,6 +75,23 @@ def test_cuts_are_within_a_third_of_a_percent_of_the_exact_programme():
     assert np.max(gaps) <= 0.01
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), tightness=st.sampled_from([None, 1.0, 1.2]))
+def test_up_to_128_samples_no_slots_of_neighbours_are_faster(seed, tightness):
+    rng = np.random.default_rng(seed)
+    num_ranks, num_slots = int(rng.integers(1, 9)), int(rng.integers(1, 7))
+    num_groups = num_ranks * num_slots
+    kind = ["lognormal", "uniform", "pareto", "bimodal"][seed % 4]
+    lengths = draw_lengths(kind, int(rng.integers(num_groups, 100)), rng)
+    max_tokens = -(-len(lengths) // num_groups) * int(lengths.max())
+    if tightness is not None:
+        max_tokens = int(tightness * smallest_budget(-np.sort(-lengths), num_groups))
+    model = CostModel(alpha=float(rng.choice([0.0, 0.001, 0.01])))
+    plan = plan_step(lengths, num_ranks=num_ranks, num_slots=num_slots, max_tokens=max_tokens, cost=model)
+    exact = least_time_of_neighbouring_slots(lengths, num_ranks, num_slots, model.cost, max_tokens)
+    assert plan.modelled_time() <= exact * (1 + 1e-9)
+
+
 def test_one_slot_has_the_smallest_slowest_rank_there_is():
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -19,6 +19,7 @@ from lightning_balance.partition.exhaustive import (
 )
 from lightning_balance.partition.greedy import split_groups
 from lightning_balance.partition.moves import balanced_by_moves, is_worth_moves
+from lightning_balance.partition.neighbours import MOST_SAMPLES, best_neighbours
 from lightning_balance.partition.polish import polish_slots
 from lightning_balance.partition.prices import improve_by_prices
 from lightning_balance.partition.problem import Problem
@@ -91,6 +92,8 @@ def _cut_for_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
         return split_groups(starts, problem.padded, num_groups)
     is_many = problem.num_samples > _MANY
     cuts = slot_cuts(problem, num_slots) + ([] if is_many else even_cuts(problem, num_slots))
+    if problem.num_samples <= MOST_SAMPLES:
+        cuts.append(best_neighbours(problem, num_slots))
     if is_worth_moves(problem, num_groups):
         cuts += balanced_by_moves(problem, num_groups)
     cuts.sort(key=lambda starts: dealt_time(problem, starts))

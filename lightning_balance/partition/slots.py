@@ -84,7 +84,7 @@ def slot_cuts(problem: Problem, num_slots: int) -> list[NDArray[np.int64]]:
         for trust in _TRUSTS:
             solution = _solve(problem, table, num_slots, trust)
             runs = _trace(problem, table, solution, 0, num_slots, tolerance)
-            starts = _fill(problem, runs)
+            starts = fill_runs(problem, runs)
             if tolerance == _TOLERANCES[0] and (trust == 0 or problem.num_samples <= _MANY):
                 cuts.update(_behind_heads(problem, table, solution, num_slots))
             time = dealt_time(problem, starts)
@@ -106,7 +106,7 @@ def _behind_heads(
     begin = best.starts[-1]
     if not np.isfinite(least[solution.place[begin]]):
         return {}
-    tail = _fill(problem, _trace(problem, table, solution, begin, num_slots - 2, _TOLERANCES[0]))
+    tail = fill_runs(problem, _trace(problem, table, solution, begin, num_slots - 2, _TOLERANCES[0]))
     num_groups = 2 * problem.num_ranks
     head = split_groups(np.array(best.starts), problem.padded[:begin], num_groups)
     starts = np.concatenate([head[:-1], tail])
@@ -198,7 +198,8 @@ def _squares(
         hop = np.take(hop, hop)
 
 
-def _fill(problem: Problem, runs: list[Run]) -> NDArray[np.int64]:
+def fill_runs(problem: Problem, runs: list[Run]) -> NDArray[np.int64]:
+    """Return the starts of the groups of runs, each filled under its bound, then the number of samples."""
     parts: list[NDArray[np.int64]] = []
     for begin, end, num_slots, bound in runs:
         num_groups = num_slots * problem.num_ranks
