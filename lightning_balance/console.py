@@ -21,8 +21,8 @@ def format_value(value: float | None, unit: str) -> str:
 
     Args:
         value: the figure; ``None`` and ``nan`` are no figure.
-        unit: ``percent`` (of a share), ``factor``, ``gib``, ``seconds``, ``tokens``, ``tokens_per_second``,
-            ``samples``, ``samples_per_second``, ``cost`` or ``count``.
+        unit: ``percent`` (of a share), ``factor``, ``steps``, ``correlation``, ``gib``, ``seconds``, ``tokens``,
+            ``tokens_per_second``, ``samples``, ``samples_per_second``, ``cost`` or ``count``.
 
     Raises:
         ValueError: the unit is unknown.
@@ -36,6 +36,8 @@ def format_value(value: float | None, unit: str) -> str:
     formats = {
         "percent": "{:.1f} %",
         "factor": "{:.2f} x",
+        "steps": "{:.2f} steps",
+        "correlation": "{:.3f}",
         "gib": "{:.2f} GiB",
         "tokens": "{:,.0f} tokens",
         "tokens_per_second": "{:,.0f} tokens/s",

@@ -22,7 +22,8 @@ from lightning_balance.validation import check_choice, check_int_at_least, check
 # Part of the digest: raise it whenever the same input would give another plan.
 PLANNER_VERSION = 1
 STEP_UNITS = ("samples", "tokens")
-_CACHED_WINDOWS = 4
+# Workers fetch some steps ahead of training, which asks for its own step again: plan none of them twice.
+_CACHED_STEPS, _FEWEST_CACHED_WINDOWS = 32, 2
 
 
 class EpochPlan:
@@ -34,6 +35,7 @@ class EpochPlan:
         num_ranks: ranks that run at the same time.
         seed: seed of the shuffle.
         epoch: number of the epoch.
+        order: the samples of the epoch in the order of the shuffle, of which steps are slices with ``lookahead=1``.
         skipped: dataset indices left out by ``oversize="skip"``.
     """
 
@@ -45,15 +47,18 @@ class EpochPlan:
         seed: int,
         epoch: int,
         fingerprint: str,
+        lookahead: int,
         skipped: NDArray[np.int64],
     ) -> None:
         self._planner = planner
+        self._lookahead = lookahead
         self._schedule = schedule
         self._fingerprint = fingerprint
         self._windows: OrderedDict[int, list[StepPlan]] = OrderedDict()
         self.num_ranks = planner.rules.num_ranks
         self.seed = seed
         self.epoch = epoch
+        self.order = planner.order
         self.skipped = skipped
 
     @property
@@ -100,7 +105,7 @@ class EpochPlan:
         window, place = self._schedule.window_of_step(index)
         if window not in self._windows:
             self._windows[window] = self._planner.plan(window, *self._schedule.window(window))
-            if len(self._windows) > _CACHED_WINDOWS:
+            if len(self._windows) > max(_CACHED_STEPS // self._lookahead, _FEWEST_CACHED_WINDOWS):
                 self._windows.popitem(last=False)
         self._windows.move_to_end(window)
         return self._windows[window][place].rotated(self.epoch + index)
@@ -233,7 +238,13 @@ def plan_epoch(
     )
     fingerprint = f"{settings} {step_unit} {lookahead} {max_shapes} {_cost_fingerprint(prepared, padded)}"
     return EpochPlan(
-        planner=planner, schedule=schedule, seed=seed, epoch=epoch, fingerprint=fingerprint, skipped=skipped
+        planner=planner,
+        schedule=schedule,
+        seed=seed,
+        epoch=epoch,
+        fingerprint=fingerprint,
+        lookahead=lookahead,
+        skipped=skipped,
     )
 
 

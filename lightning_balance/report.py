@@ -25,7 +25,7 @@ from lightning_balance.validation import check_choice, check_positive_int, valid
 
 __all__ = ["PlanSummary", "Row", "comparison_rows", "modelled_speed_up", "summarize", "summarize_plain"]
 
-Unit = Literal["percent", "factor", "cost", "tokens", "count"]
+Unit = Literal["percent", "factor", "cost", "tokens", "count", "steps", "correlation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,6 @@ def summarize(
     *,
     cost: CostFunction | None = None,
     sync: Literal["micro_batch", "step"] = "micro_batch",
-    shuffle: bool = True,
 ) -> PlanSummary:
     """Summarise a planned epoch; plans every step of it.
 
@@ -106,10 +105,9 @@ def summarize(
             it, costs of micro-batches are the plan's.
         sync: when ranks wait for each other, as given to the plan. A synchronisation is a slot for ``"micro_batch"``
             and a step for ``"step"``.
-        shuffle: as given to the plan.
 
     Raises:
-        ValueError: lengths that cannot be, an unknown `sync`, or samples that are not those of the shuffle.
+        ValueError: lengths that cannot be, or an unknown `sync`.
 
     Example:
         >>> from lightning_balance.epoch import plan_epoch
@@ -122,12 +120,7 @@ def summarize(
     steps = [plan.step(index) for index in range(plan.num_steps)]
     served = np.concatenate([step.order for step in steps])
     counts = np.concatenate([step.num_samples for step in steps])
-    plain_steps = _plain_steps(plan, [len(step.order) for step in steps], len(lengths), shuffle)[served]
-    if plain_steps.min() < 0:
-        raise ValueError(
-            f"the plan serves sample {served[plain_steps.argmin()]}, which is not in its part of the order with "
-            f"shuffle={shuffle}: give lengths and shuffle as they were given to the plan"
-        )
+    plain_steps = _plain_steps(plan, [len(step.order) for step in steps], len(lengths))[served]
     return _summarize(
         _Epoch(
             counts=counts,
@@ -267,8 +260,8 @@ def comparison_rows(planned: PlanSummary, plain: PlanSummary, *, with_randomness
             ("fewest samples in a step", "count", "fewest_samples_per_step"),
             ("most samples in a step", "count", "most_samples_per_step"),
             ("samples that change step", "percent", "moved_share"),
-            ("mean distance moved, in steps", "factor", "mean_step_distance"),
-            ("correlation of lengths in a step", "percent", "length_correlation"),
+            ("mean distance moved", "steps", "mean_step_distance"),
+            ("correlation of lengths in a step", "correlation", "length_correlation"),
         ]
     rows = [
         Row(label=label, unit=unit, planned=getattr(planned, name), plain=getattr(plain, name))
@@ -297,13 +290,10 @@ class _Epoch:
     plain_steps: NDArray[np.int64] | None
 
 
-def _plain_steps(plan: EpochPlan, samples_per_step: list[int], num_samples: int, shuffle: bool) -> NDArray[np.int64]:
-    """Return the step of every sample of the dataset if steps of these sizes were slices of the order; -1 for none."""
-    order = EpochOrder(num_samples, seed=plan.seed, epoch=plan.epoch, shuffle=shuffle)
-    if len(plan.skipped):
-        order.leave_out(plan.skipped)
+def _plain_steps(plan: EpochPlan, samples_per_step: list[int], num_samples: int) -> NDArray[np.int64]:
+    """Return the step of every sample of the dataset if steps of these sizes were slices of the order."""
     steps = np.full(num_samples, -1, dtype=np.int64)
-    steps[order.slice(0, sum(samples_per_step))] = np.repeat(np.arange(len(samples_per_step)), samples_per_step)
+    steps[plan.order.slice(0, sum(samples_per_step))] = np.repeat(np.arange(len(samples_per_step)), samples_per_step)
     return steps
 
 

@@ -175,16 +175,38 @@ def _parser() -> argparse.ArgumentParser:
         "lengths", metavar="LENGTHS", type=Path, help="file with the samples' lengths: .json, .npy or .txt"
     )
     add = parser.add_argument
-    add("--batch_size", type=int, default=8, help="samples of a plain micro-batch")
-    add("--num_ranks", type=int, default=8, help="data-parallel ranks")
-    add("--num_slots", type=int, default=1, help="micro-batches per rank and optimizer step (accumulate_grad_batches)")
+    add("--batch-size", "--batch_size", dest="batch_size", type=int, default=8, help="samples of a plain micro-batch")
+    add("--ranks", "--num_ranks", dest="num_ranks", type=int, default=8, help="data-parallel ranks")
     add(
+        "--accumulate",
+        "--num_slots",
+        dest="num_slots",
+        type=int,
+        default=1,
+        help="micro-batches per rank and optimizer step (accumulate_grad_batches)",
+    )
+    add(
+        "--max-tokens",
         "--max_tokens",
+        dest="max_tokens",
         type=int,
         help="budget of padded tokens per micro-batch; None: batch_size mean lengths, at least the longest",
     )
-    add("--max_length", type=int, help="clip lengths to this, as the collator truncates")
-    add("--pad_to_multiple_of", type=int, default=1, help="padded lengths are multiples of this")
+    add(
+        "--max-length",
+        "--max_length",
+        dest="max_length",
+        type=int,
+        help="clip lengths to this, as the collator truncates",
+    )
+    add(
+        "--pad-to-multiple-of",
+        "--pad_to_multiple_of",
+        dest="pad_to_multiple_of",
+        type=int,
+        default=1,
+        help="padded lengths are multiples of this",
+    )
     add(
         "--sync",
         choices=("micro_batch", "step"),

@@ -219,7 +219,7 @@ def test_the_speed_up_counts_samples_that_were_left_out() -> None:
 )
 def test_without_lookahead_no_sample_moves(options: dict[str, Any], shuffle: bool) -> None:
     plan = plan_epoch(SHORT, num_ranks=2, seed=4, epoch=1, shuffle=shuffle, **options)
-    summary = summarize(plan, SHORT, shuffle=shuffle)
+    summary = summarize(plan, SHORT)
     assert (summary.moved_share, summary.mean_step_distance) == (0.0, 0.0)
 
 
@@ -243,12 +243,6 @@ def test_plain_batches_are_as_random_as_a_plan_without_lookahead() -> None:
     assert plain.length_correlation == pytest.approx(planned.length_correlation)
     for name in ("fewest_samples_per_step", "most_samples_per_step", "moved_share", "mean_step_distance"):
         assert getattr(plain, name) == getattr(planned, name), name
-
-
-def test_another_order_than_the_plans_is_noticed_where_samples_are_left_out() -> None:
-    plan = plan_epoch(SHORT, samples_per_step=100, num_ranks=2, drop_last=True)
-    with pytest.raises(ValueError, match=r"with shuffle=False: give lengths and shuffle as they were given"):
-        summarize(plan, SHORT, shuffle=False)
 
 
 def test_the_rows_hold_both_sides() -> None:

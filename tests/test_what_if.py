@@ -47,7 +47,7 @@ RANDOMNESS = (
     "fewest samples in a step",
     "most samples in a step",
     "samples that change step",
-    "mean distance moved, in steps",
+    "mean distance moved",
     "correlation of lengths in a step",
 )
 
@@ -68,10 +68,10 @@ def test_with_lookahead_the_table_says_how_random_steps_are(tmp_path, capsys):
         f"{summary.fewest_samples_per_step}",
         f"{summary.most_samples_per_step}",
         f"{100 * summary.moved_share:.1f} %",
-        f"{summary.mean_step_distance:.2f} x",
-        f"{100 * summary.length_correlation:.1f} %",
+        f"{summary.mean_step_distance:.2f} steps",
+        f"{summary.length_correlation:.3f}",
     ]
-    assert [rows[label][0] for label in RANDOMNESS[:4]] == ["24", "48", "0.0 %", "0.00 x"]
+    assert [rows[label][0] for label in RANDOMNESS[:4]] == ["24", "48", "0.0 %", "0.00 steps"]
 
 
 def test_without_lookahead_there_is_nothing_to_say_about_it(tmp_path, capsys):
