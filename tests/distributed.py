@@ -186,6 +186,10 @@ def _main(workdir: Path, timeout_s: float) -> None:
     if torch.distributed.is_initialized():
         # An interpreter that ends with a live group may abort: its threads are still running.
         torch.distributed.destroy_process_group()
+    # What threads of a process group do while the interpreter ends is not what the function did.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
