@@ -197,3 +197,15 @@ def test_other_settings_may_follow_after_an_epochs_end(tmp_path: Path) -> None:
     )
     assert sorted(index for micro_batch in model.served for index in micro_batch) == list(range(len(DATA)))
     assert set(model.epochs) == {1}
+
+
+def save_on_two_ranks(folder: Path) -> None:
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_on_train_epoch_end=True, every_n_epochs=1)
+    run("token budget", 2, saver, place=("ddp", 2), max_epochs=1, enable_checkpointing=True)
+
+
+def test_another_number_of_ranks_may_follow_after_an_epochs_end(tmp_path: Path) -> None:
+    run_ranks(save_on_two_ranks, 2, tmp_path)
+    resumed = run("token budget", 2, checkpoint=tmp_path / "epoch=0.ckpt", max_epochs=2)
+    assert sorted(index for micro_batch in resumed.served for index in micro_batch) == list(range(len(DATA)))
+    assert set(resumed.epochs) == {1}
