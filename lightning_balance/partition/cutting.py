@@ -30,7 +30,7 @@ FILLER = -1
 
 # So many of the best cuts are polished: where there are few groups the second best may become the best.
 _NUM_POLISHED, _NUM_POLISHED_OF_MANY = 3, 2
-# With more samples one start of the search by prices has to do, and even cuts are hardly ever the best.
+# With more samples even cuts are hardly ever the best, and the search by prices was never seen to improve one.
 _MANY = 1024
 
 
@@ -97,9 +97,10 @@ def _cut_for_slots(problem: Problem, num_slots: int) -> NDArray[np.int64]:
     if is_worth_moves(problem, num_groups):
         cuts += balanced_by_moves(problem, num_groups)
     cuts.sort(key=lambda starts: dealt_time(problem, starts))
-    for place in _different(problem, cuts):
-        cuts[place] = improve_by_prices(problem, cuts[place], num_slots)
-    cuts.sort(key=lambda starts: dealt_time(problem, starts))
+    if not is_many:
+        for place in _different(problem, cuts):
+            cuts[place] = improve_by_prices(problem, cuts[place], num_slots)
+        cuts.sort(key=lambda starts: dealt_time(problem, starts))
     polished = [polish_slots(problem, starts) for starts in cuts[: _NUM_POLISHED_OF_MANY if is_many else _NUM_POLISHED]]
     return min(polished, key=lambda starts: dealt_time(problem, starts))
 
@@ -108,7 +109,7 @@ def _different(problem: Problem, cuts: list[NDArray[np.int64]]) -> list[int]:
     """Return the places of the best cut and of the best one unlike it, whose slowest slot takes another time."""
     slowest = [float(problem.group_costs(starts).max()) for starts in cuts]
     unlike = (place for place, time in enumerate(slowest) if abs(time - slowest[0]) > 0.02 * slowest[0])
-    return [0, *islice(unlike, 1 if problem.num_samples <= _MANY else 0)]
+    return [0, *islice(unlike, 1)]
 
 
 def _singles(problem: Problem, num_slots: int, sync: str) -> Cut:

@@ -13,23 +13,29 @@ from numpy.typing import NDArray
 
 from lightning_balance.partition.problem import Problem
 
-# The search takes as many rounds as there are samples and more. It is worth them where a step is small, where few
-# distinct lengths make costs far apart whatever is done, or where no sample comes near the mean cost of a group, so
-# that all groups can be even; elsewhere it hardly ever won.
-_FEW_SAMPLES, _MANY_SAMPLES = 1536, 4096
-_SAMPLES_PER_LENGTH, _SMALL_SHARE = 4, 0.45
+# The search takes as many rounds as there are samples and more. It is worth them in small steps; in larger ones where
+# there are few groups or many samples per group (a move is then a small one), where few distinct lengths make costs
+# far apart whatever is done, or where no sample comes near the mean cost of a group, so that all groups can be even.
+# Elsewhere it hardly ever won.
+_FEW_SAMPLES, _MANY_SAMPLES = 1536, 8192
+_FEW_GROUPS, _MANY_GROUPS = 192, 512
+_SAMPLES_PER_GROUP, _SAMPLES_PER_LENGTH, _SMALL_SHARE = 12, 4, 0.45
 
 
 def is_worth_moves(problem: Problem, num_groups: int) -> bool:
     """Return whether the search may find what others do not, in a time that a step can spare."""
-    if problem.num_samples <= _FEW_SAMPLES:
+    num_samples = problem.num_samples
+    if num_samples <= _FEW_SAMPLES:
         return True
-    if problem.num_samples > _MANY_SAMPLES:
+    if num_samples > _MANY_SAMPLES or num_groups > _MANY_GROUPS:
         return False
     num_lengths = 1 + np.count_nonzero(np.diff(problem.padded))
     mean = float(problem.single_costs.sum()) / num_groups
-    return bool(
-        problem.num_samples >= _SAMPLES_PER_LENGTH * num_lengths or problem.single_costs[0] <= _SMALL_SHARE * mean
+    return (
+        num_groups <= _FEW_GROUPS
+        or num_samples >= _SAMPLES_PER_GROUP * num_groups
+        or num_samples >= _SAMPLES_PER_LENGTH * num_lengths
+        or float(problem.single_costs[0]) <= _SMALL_SHARE * mean
     )
 
 

@@ -18,28 +18,19 @@ from lightning_balance.cost import ROUNDING
 from lightning_balance.partition.even import split_heaviest
 from lightning_balance.partition.problem import Problem
 
-_NUM_ROUNDS, _NUM_ROUNDS_FOR_MANY = 3, 2
+_NUM_ROUNDS = 3
 # Combinations of bounds and prices per round: few where the tables (samples by slots by combinations) are large.
 _TABLE_SIZE = 32_768
 _FEWEST, _MOST = 12, 64
-_LARGEST_TABLE = 2_000_000
 _SPREAD = 0.03
-# With more samples than this the way behind a group is priced by its work, which needs no search and is nearly as good.
-_MANY = 1024
 _MOST_SPLIT = 4
 
 
 def improve_by_prices(problem: Problem, starts: NDArray[np.int64], num_slots: int) -> NDArray[np.int64]:
-    """Return a cut into as many groups whose time, dealt by cost, is not above that of ``starts``.
-
-    Returns ``starts`` where the tables would take hundreds of megabytes.
-    """
-    if problem.num_samples * num_slots * _FEWEST > _LARGEST_TABLE:
-        return starts
+    """Return a cut into as many groups whose time, dealt by cost, is not above that of ``starts``."""
     number = min(max(_TABLE_SIZE // (problem.num_samples * num_slots), _FEWEST), _MOST)
     time, slot_times, slot_work = _slots_of(problem, starts)
-    many = problem.num_samples > _MANY
-    for round_number in range(_NUM_ROUNDS_FOR_MANY if many else _NUM_ROUNDS):
+    for round_number in range(_NUM_ROUNDS):
         scale, bend, price = _draws(number, num_slots, round_number)
         bounds = slot_times * scale * bend
         np.maximum(bounds[:, 0], problem.single_costs[0], out=bounds[:, 0])
@@ -86,7 +77,7 @@ def _cheapest_paths(
     ends = np.ascontiguousarray(problem.ends_within(bounds.T.ravel()).T)
     singles = np.append(problem.single_costs, 0.0)[:, None]
     fees = np.where(singles > bounds.T.ravel() * (1 + ROUNDING), np.inf, prices.T.ravel())
-    totals = fees - problem.work[ends] if problem.num_samples > _MANY else _path_lengths(ends, fees, number)
+    totals = _path_lengths(ends, fees, number)
     shape = (-1, num_slots, number)
     choice = totals.reshape(shape).argmin(axis=1)
     hops = np.take_along_axis(ends.reshape(shape), choice[:, None], axis=1)[:, 0]
