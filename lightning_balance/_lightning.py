@@ -91,12 +91,25 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
     """Make a checkpoint that is about to be saved continue inside its epoch, although the loop left it.
 
     Missing: a run that ends by ``max_steps`` in the middle of an epoch counts the epoch as finished, and goes on at the
-    same batch index of the next one.
+    same batch index of the next one. A batch that is rewound was perhaps the epoch's last one.
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
-    for counts in (progress["total"], progress["current"]):
+    loops = checkpoint["loops"]["fit_loop"]
+    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+    for counts in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
         if counts["processed"] == counts["ready"]:
             counts.update(processed=counts["ready"] - 1, completed=counts["ready"] - 1)
+
+
+def begin_next_epoch(checkpoint: dict[str, Any]) -> None:
+    """Make a checkpoint that is about to be saved after its epoch was completed begin the next one at its first batch.
+
+    Missing: a run with ``max_steps`` continues at the batch index that a completed epoch ended with, in the next epoch.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs = loops["epoch_progress"]["current"]
+    if epochs["completed"] == epochs["ready"]:
+        loops["epoch_loop.batch_progress"]["current"].update(ready=0, started=0, processed=0, completed=0)
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = False
 
 
 def is_restarting(trainer: Trainer) -> bool:

@@ -230,6 +230,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
             _lightning.rewind_batches(checkpoint, num_batches)
         if 0 < position < self._fit.num_batches_of_epoch:
             _lightning.reopen_epoch(checkpoint)
+        elif position:
+            _lightning.begin_next_epoch(checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue in the middle of the saved epoch, without replaying it."""

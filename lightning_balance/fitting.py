@@ -109,7 +109,11 @@ class BalancedFit:
     def state(self) -> dict[str, Any]:
         """Where the run stands, as :meth:`BalancedBatchSampler.load_state_dict` reads it; at a step's beginning."""
         position = _lightning.num_batches_done(self.trainer)
-        return {**self.sampler.state_dict(), "position": position - self.num_batches_into_step(position)}
+        return {
+            **self.sampler.state_dict(),
+            "position": position - self.num_batches_into_step(position),
+            "num_micro_batches": self.num_batches_of_epoch,
+        }
 
     def num_batches_into_step(self, position: int) -> int:
         """Micro-batches between ``position`` and the beginning of its optimizer step; 0 at the epoch's end."""

@@ -209,3 +209,44 @@ def test_another_number_of_ranks_may_follow_after_an_epochs_end(tmp_path: Path) 
     resumed = run("token budget", 2, checkpoint=tmp_path / "epoch=0.ckpt", max_epochs=2)
     assert sorted(index for micro_batch in resumed.served for index in micro_batch) == list(range(len(DATA)))
     assert set(resumed.epochs) == {1}
+
+
+@pytest.mark.parametrize("mode", ["rebalance", "token budget"])
+def test_a_run_that_ended_by_max_steps_at_an_epochs_end_trains_the_next_one(mode: str, tmp_path: Path) -> None:
+    steps_per_epoch = run(mode, 1, max_epochs=1).num_steps
+    whole = run(mode, 1, max_epochs=-1, max_steps=steps_per_epoch + 3)
+    path = tmp_path / "ended.ckpt"
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, seed=3, **MODES[mode])
+    ended = trainer(max_epochs=-1, max_steps=steps_per_epoch, callbacks=[balance])
+    model = ScalarModel(lr=0.01)
+    ended.fit(model, loader(DATA, 2, shuffle=True), loader(DATA, 6))
+    ended.save_checkpoint(path)
+    resumed = run(mode, 1, checkpoint=path, max_epochs=-1, max_steps=steps_per_epoch + 3)
+    assert model.served + resumed.served == whole.served
+    assert set(resumed.epochs) == {1}
+    assert resumed.weight == pytest.approx(whole.weight)
+
+
+class SavesInTheMiddleOf(Callback):
+    """Saves while a micro-batch of the run is under way, as a handler of an exception would."""
+
+    def __init__(self, batch: int, path: Path) -> None:
+        self.batch, self.path = batch, path
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("mode", ["rebalance", "token budget"])
+def test_a_checkpoint_inside_the_last_micro_batch_keeps_the_last_step(mode: str, tmp_path: Path) -> None:
+    whole = run(mode, 2)
+    last = whole.epochs.count(0) - 1
+    path = tmp_path / "inside.ckpt"
+    run(mode, 2, SavesInTheMiddleOf(last, path))
+    resumed = run(mode, 2, checkpoint=path)
+    assert resumed.served == whole.served[-len(resumed.served) :]
+    assert last - 4 < len(whole.served) - len(resumed.served) <= last
+    assert resumed.num_steps == whole.num_steps
+    assert resumed.weight == pytest.approx(whole.weight)
