@@ -130,11 +130,11 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Find the micro-batch's place in its optimizer step, and begin the step's weights."""
         if self._fit is None or self._weights is None:
             return
+        self._batch, self._place = batch, self._fit.place(batch_idx)
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn_of_ignored_labels(batch)
-            self._warn_of_other_lengths(batch, self._fit.place(batch_idx))
-        self._batch, self._place = batch, self._fit.place(batch_idx)
+            self._warn_of_other_lengths(batch, self._place)
         if self._fit.open_window(self._place, batch_idx):
             for optimizer in trainer.optimizers:
                 pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)

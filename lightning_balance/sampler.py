@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,11 @@ class BalancedBatchSampler(BatchSampler):
         """Micro-batches per rank in every optimizer step; None where steps have as many as the budget needs."""
         return None if self._options["max_tokens"] is not None else self._options["num_slots"] or 1
 
+    @cached_property
+    def lengths_fingerprint(self) -> str:
+        """16 hexadecimal digits that tell these lengths from others; taken once, as every checkpoint asks for them."""
+        return hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
+
     @property
     def shuffle(self) -> bool:
         """Whether every epoch draws a new permutation."""
@@ -204,10 +210,9 @@ class BalancedBatchSampler(BatchSampler):
             for name, value in self._options.items()
             if name != "num_ranks"
         }
-        fingerprint = hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
         return {
             "num_samples": len(self.lengths),
-            "lengths": fingerprint,
+            "lengths": self.lengths_fingerprint,
             "num_replicas": self.num_replicas,
             **options,
         }

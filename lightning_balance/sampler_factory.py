@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from typing import Any
@@ -168,7 +167,7 @@ class SamplerFactory:
                 "lightning_balance.__version__": lightning_balance.__version__,
                 "the number of samples": len(sampler.lengths),
                 "the DataLoader's order": self.order,
-                "the lengths' fingerprint": hashlib.blake2b(sampler.lengths.tobytes(), digest_size=8).hexdigest(),
+                "the lengths' fingerprint": sampler.lengths_fingerprint,
                 "seed": plan.seed,
                 "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
                 "max_tokens": self.settings.max_tokens,
