@@ -38,23 +38,24 @@ def forget_train_dataloader(trainer: Trainer) -> None:
 
 
 def set_epoch_length(trainer: Trainer, num_batches: int) -> None:
-    """Tell the loop how many batches the coming epoch has.
+    """Tell the loop how many batches the coming epoch runs.
 
     Missing: Lightning reads ``len(loader)`` once per run (PL#18023, PL#20330). Sets what ``_FitLoop.setup_data`` sets
     from it: ``max_batches``, the limits of the combined loader, and the validation interval.
     """
     loop = trainer.fit_loop
-    limited = limited_num_batches(trainer, num_batches)
     assert loop._combined_loader is not None
-    loop._combined_loader.limits = [limited]
-    loop.max_batches = limited
+    loop._combined_loader.limits = [num_batches]
+    loop.max_batches = num_batches
     is_timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
     if is_timed:
         return  # a trainer with a clock has no interval
     if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
-        trainer.val_check_batch = min(trainer.val_check_interval, limited)  # a shorter epoch is validated at its end
+        trainer.val_check_batch = min(
+            trainer.val_check_interval, num_batches
+        )  # a shorter epoch is validated at its end
     elif isinstance(trainer.val_check_interval, float):
-        trainer.val_check_batch = max(1, int(limited * trainer.val_check_interval))
+        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
 def limited_num_batches(trainer: Trainer, num_batches: int) -> int:

@@ -234,9 +234,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
             _lightning.begin_next_epoch(checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue in the middle of the saved epoch, without replaying it."""
+        """Continue in the middle of the saved epoch, without replaying it; ranks and options may be others."""
         if self._fit is not None and CHECKPOINT_KEY in checkpoint:
-            self._fit.restore(checkpoint[CHECKPOINT_KEY])
+            self._fit.restore(checkpoint[CHECKPOINT_KEY], checkpoint["global_step"])
 
     # ------------------------------------------------------------------ after training
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from lightning_balance.cost import CostFunction, CostModel, PreparedCost, prepare_cost, probe_points
 from lightning_balance.lookahead import WindowPlanner, slots_of_steps
 from lightning_balance.plan import StepPlan
+from lightning_balance.progress import EpochProgress
 from lightning_balance.rules import StepRules
 from lightning_balance.schedule import SampleSchedule, Schedule, TokenSchedule
-from lightning_balance.shuffle import EpochOrder
+from lightning_balance.shuffle import EpochOrder, RemainingOrder
 from lightning_balance.validation import check_choice, check_int_at_least, check_positive_int, validate_lengths
 
 # Part of the digest: raise it whenever the same input would give another plan.
@@ -35,8 +36,10 @@ class EpochPlan:
         num_ranks: ranks that run at the same time.
         seed: seed of the shuffle.
         epoch: number of the epoch.
-        order: the samples of the epoch in the order of the shuffle, of which steps are slices with ``lookahead=1``.
+        order: the samples to serve in the order of the shuffle, of which steps are slices with ``lookahead=1``.
         skipped: dataset indices left out by ``oversize="skip"``.
+        begin: what was served of the epoch before this plan, which goes on from there. Steps and micro-batches are
+            counted from the epoch's beginning all the same.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class EpochPlan:
         fingerprint: str,
         lookahead: int,
         skipped: NDArray[np.int64],
+        begin: EpochProgress,
     ) -> None:
         self._planner = planner
         self._lookahead = lookahead
@@ -60,23 +64,31 @@ class EpochPlan:
         self.epoch = epoch
         self.order = planner.order
         self.skipped = skipped
+        self.begin = begin
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the epoch."""
-        return self._schedule.num_steps
+        return self.begin.num_steps + self._schedule.num_steps
+
+    @property
+    def steps(self) -> range:
+        """The steps that this plan has: all of the epoch, unless some were served before it."""
+        return range(self.begin.num_steps, self.num_steps)
 
     @property
     def num_samples(self) -> int:
         """Samples that the epoch serves, each once."""
-        return self._schedule.num_samples
+        return self.begin.num_samples + self._schedule.num_samples
 
     @cached_property
     def num_slots_per_step(self) -> NDArray[np.int64]:
-        """Micro-batches per rank of each step, exact, of shape ``(num_steps,)``; with a budget planned on first use."""
+        """Micro-batches per rank of each of :attr:`steps`, exact; with a budget planned on first use."""
         fixed = self._planner.rules.num_slots
         if fixed is not None:
-            return np.full(self.num_steps, fixed, dtype=np.int64)
+            return np.full(len(self.steps), fixed, dtype=np.int64)
+        if self._schedule.is_empty:
+            return np.zeros(0, dtype=np.int64)
         counts = [
             slots_of_steps(self._planner.num_slots(*self._schedule.window(index)), self._schedule.window(index)[2])
             for index in range(self._schedule.num_windows)
@@ -86,12 +98,12 @@ class EpochPlan:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches per rank in the epoch."""
-        return int(self.num_slots_per_step.sum())
+        return self.begin.num_micro_batches + int(self.num_slots_per_step.sum())
 
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits that differ when lengths, settings, seed or epoch do; equal plans have equal ones."""
-        text = f"{PLANNER_VERSION} {self._fingerprint} {self.seed} {self.epoch}"
+        text = f"{PLANNER_VERSION} {self._fingerprint} {self.seed} {self.epoch} {self.begin}"
         hasher = hashlib.blake2b(text.encode(), digest_size=8)
         hasher.update(np.ascontiguousarray(self._planner.lengths).data)
         return hasher.hexdigest()
@@ -100,9 +112,9 @@ class EpochPlan:
         """Return the plan of one step, over dataset indices.
 
         Raises:
-            IndexError: there is no such step.
+            IndexError: the plan has no such step.
         """
-        window, place = self._schedule.window_of_step(index)
+        window, place = self._window_of_step(index)
         if window not in self._windows:
             self._windows[window] = self._planner.plan(window, *self._schedule.window(window))
             if len(self._windows) > max(_CACHED_STEPS // self._lookahead, _FEWEST_CACHED_WINDOWS):
@@ -114,19 +126,57 @@ class EpochPlan:
         """Return step and slot of a rank's micro-batch, counted from the start of the epoch.
 
         Raises:
-            IndexError: the epoch has no such micro-batch.
+            IndexError: the plan has no such micro-batch.
 
         >>> plan_epoch([4, 4, 4, 4], samples_per_step=2, num_ranks=1, num_slots=2).locate(3)
         (1, 1)
         """
-        if not 0 <= micro_batch_index < self.num_micro_batches:
-            raise IndexError(f"micro_batch_index must be in [0, {self.num_micro_batches}), got {micro_batch_index}")
-        step = int(np.searchsorted(self._first_micro_batches, micro_batch_index, side="right")) - 1
-        return step, micro_batch_index - int(self._first_micro_batches[step])
+        first, end = self.begin.num_micro_batches, self.num_micro_batches
+        if not first <= micro_batch_index < end:
+            raise IndexError(f"micro_batch_index must be in [{first}, {end}), got {micro_batch_index}")
+        place = int(np.searchsorted(self._first_micro_batches, micro_batch_index, side="right")) - 1
+        return self.begin.num_steps + place, micro_batch_index - int(self._first_micro_batches[place])
+
+    def progress(self, step: int) -> EpochProgress:
+        """Return what has been served when ``step`` begins, or at ``num_steps`` when the epoch is over.
+
+        Raises:
+            IndexError: the plan has no such step.
+
+        >>> plan = plan_epoch([4, 4, 4, 4], samples_per_step=2, num_ranks=1, num_slots=2, shuffle=False)
+        >>> plan.progress(1)
+        EpochProgress(num_places=2, waiting=(), num_samples=2, num_steps=1, num_micro_batches=2)
+        """
+        if step == self.num_steps:
+            return self._progress(self._schedule.num_samples, (), step, self.num_micro_batches)
+        window, place = self._window_of_step(step)
+        start, end, _ = self._schedule.window(window)
+        num_micro_batches = int(self._first_micro_batches[step - self.begin.num_steps])
+        if place == 0:
+            return self._progress(start, (), step, num_micro_batches)
+        samples = self.order.slice(start, end)
+        served = np.concatenate([self.step(step - back).order for back in range(1, place + 1)])
+        waiting = samples[~np.isin(samples, served)]
+        return self._progress(end, tuple(waiting.tolist()), step, num_micro_batches)
+
+    def _progress(self, end: int, waiting: tuple[int, ...], step: int, num_micro_batches: int) -> EpochProgress:
+        return EpochProgress(
+            num_places=self.order.places_taken(end),
+            waiting=waiting + tuple(self.order.waiting_after(end).tolist()),
+            num_samples=self.begin.num_samples + end - len(waiting),
+            num_steps=step,
+            num_micro_batches=num_micro_batches,
+        )
+
+    def _window_of_step(self, step: int) -> tuple[int, int]:
+        first = self.begin.num_steps
+        if step < first:
+            raise IndexError(f"step must be in [{first}, {self.num_steps}), got {step}")
+        return self._schedule.window_of_step(step - first)
 
     @cached_property
     def _first_micro_batches(self) -> NDArray[np.int64]:
-        return np.cumsum(self.num_slots_per_step) - self.num_slots_per_step
+        return self.begin.num_micro_batches + np.cumsum(self.num_slots_per_step) - self.num_slots_per_step
 
 
 def plan_epoch(
@@ -147,6 +197,7 @@ def plan_epoch(
     step_unit: str = "samples",
     lookahead: int = 1,
     max_shapes: int | None = None,
+    begin: EpochProgress | None = None,
 ) -> EpochPlan:
     """Plan an epoch: shuffle, take the samples of each step, cut and deal each step as :func:`plan_step` does.
 
@@ -164,7 +215,7 @@ def plan_epoch(
         seed: seed of the shuffle.
         epoch: number of the epoch; every epoch has another shuffle.
         shuffle: draw the order at random; else the order of the dataset.
-        drop_last: leave out a last step that is not full.
+        drop_last: leave out a last step that is not full, unless it is all that is left after ``begin``.
         cost: modelled time of a micro-batch, monotone in both arguments; None: ``CostModel()``.
         sync: when ranks wait for each other: after every ``"micro_batch"`` (FSDP) or once a ``"step"`` (DDP).
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
@@ -175,6 +226,7 @@ def plan_epoch(
             ``"tokens"``.
         lookahead: consecutive steps that may exchange samples.
         max_shapes: most distinct padded lengths in the epoch; None: no limit.
+        begin: plan only what is left of the epoch after this much of it was served, by whatever plan; None: all of it.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -211,19 +263,22 @@ def plan_epoch(
     if samples_per_step is not None and not in_tokens:
         rules = rules.with_default_cap(samples_per_step, int(padded.max()))
     prepared = prepare_cost(cost, padded, max_count=len(lengths), max_tokens=rules.cap)
-    order = EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)
-    if len(skipped):
-        order.leave_out(skipped)
+    whole = EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)
+    order = RemainingOrder(whole, begin or EpochProgress(), left_out=skipped)
     planner = WindowPlanner(
         lengths=lengths, padded=padded, cost=prepared, rules=rules, order=order, seed=seed, epoch=epoch
     )
-    schedule: Schedule
-    if in_tokens:
-        schedule = TokenSchedule(planner, num_samples=len(kept), lookahead=lookahead, drop_last=drop_last)
-    else:
-        assert samples_per_step is not None
-        schedule = SampleSchedule(
-            num_samples=len(kept), samples_per_step=samples_per_step, lookahead=lookahead, drop_last=drop_last
+    step_size = None if in_tokens else samples_per_step
+    schedule = _schedule(planner, step_size, lookahead, drop_last)
+    if schedule.is_empty and begin is not None:
+        schedule = _schedule(planner, step_size, lookahead, drop_last=False)
+    elif schedule.is_empty:
+        raise ValueError(
+            f"an epoch would be empty: {len(kept)} samples "
+            + ("do not fill one step" if in_tokens else f"are fewer than samples_per_step={samples_per_step}")
+            + " and drop_last=True leaves out a step that is not full; "
+            + ("lower max_tokens or num_slots" if in_tokens else "lower samples_per_step")
+            + ", or set drop_last=False"
         )
     settings = (
         samples_per_step,
@@ -245,6 +300,16 @@ def plan_epoch(
         fingerprint=fingerprint,
         lookahead=lookahead,
         skipped=skipped,
+        begin=begin or EpochProgress(),
+    )
+
+
+def _schedule(planner: WindowPlanner, samples_per_step: int | None, lookahead: int, drop_last: bool) -> Schedule:
+    num_samples = planner.order.num_samples
+    if samples_per_step is None:
+        return TokenSchedule(planner, num_samples=num_samples, lookahead=lookahead, drop_last=drop_last)
+    return SampleSchedule(
+        num_samples=num_samples, samples_per_step=samples_per_step, lookahead=lookahead, drop_last=drop_last
     )
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_balance import _lightning
 from lightning_balance.agreement import on_every_rank
+from lightning_balance.epoch import EpochPlan
 from lightning_balance.loaders import with_batch_sampler
 from lightning_balance.plan import StepPlan
 from lightning_balance.sampler import BalancedBatchSampler
@@ -74,6 +76,7 @@ class BalancedFit:
         self._restored: dict[str, Any] | None = None
         self._length_is_stale = False
         self._steps_of_epoch: dict[int, int] = {}
+        self._steps_before: tuple[int, int] | None = None
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -93,16 +96,18 @@ class BalancedFit:
 
     @property
     def has_fixed_windows(self) -> bool:
-        """Whether every window has ``accumulate_grad_batches`` slots, which the trainer's loop handles by itself."""
-        return self.sampler.num_slots == self.factory.accumulation
+        """Whether every window has ``accumulate_grad_batches`` slots, which the trainer's loop handles by itself.
+
+        Not after a restart: windows before it may have been others.
+        """
+        return self.sampler.num_slots == self.factory.accumulation and self._steps_before is None
 
     def balance(self, loader: Any) -> DataLoader[Any]:
         """Rebuild the user's training loader around the plan. A collective call; errors are raised on every rank."""
         self._sampler = sampler = self.factory.make(loader)
         self._steps_of_epoch.clear()
         sampler.set_epoch(self.trainer.current_epoch)
-        if self._restored is not None:
-            on_every_rank(lambda: sampler.load_state_dict(self._restored or {}))
+        on_every_rank(lambda: sampler.load_state_dict(self._restored) if self._restored else None)
         self._announce_steps()
         return with_batch_sampler(loader, sampler)
 
@@ -110,48 +115,54 @@ class BalancedFit:
         """Where the run stands, as :meth:`BalancedBatchSampler.load_state_dict` reads it; at a step's beginning."""
         position = _lightning.num_batches_done(self.trainer)
         return {
-            **self.sampler.state_dict(),
-            "position": position - self.num_batches_into_step(position),
+            **self.sampler.state_at(position - self.num_batches_into_step(position)),
             "num_micro_batches": self.num_batches_of_epoch,
         }
 
     def num_batches_into_step(self, position: int) -> int:
         """Micro-batches between ``position`` and the beginning of its optimizer step; 0 at the epoch's end."""
-        return self.sampler.plan.locate(position)[1] if position < len(self.sampler) else 0
+        return self.sampler.plan.locate(position)[1] if position < self.num_batches_of_epoch else 0
 
     @property
     def num_batches_of_epoch(self) -> int:
         """Micro-batches per rank that the current epoch runs, after ``limit_train_batches``."""
-        return _lightning.limited_num_batches(self.trainer, len(self.sampler))
+        return self._num_batches(self.sampler.plan)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def _num_batches(self, plan: EpochPlan) -> int:
+        limited = _lightning.limited_num_batches(self.trainer, plan.num_micro_batches)
+        if not plan.begin.num_micro_batches:
+            return limited
+        # Under another plan the limit may lie before the place where the epoch goes on: then one more step ends it.
+        return max(limited, plan.begin.num_micro_batches + int(plan.num_slots_per_step[0]))
+
+    def restore(self, state: dict[str, Any], global_step: int) -> None:
         """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
         self._restored = dict(state)
+        if state["position"] < state["num_micro_batches"]:
+            self._steps_before = state["epoch"], global_step - state["served"]["num_steps"]
+        else:
+            self._steps_before = state["epoch"] + 1, global_step
         if self.has_loader:
             _lightning.forget_train_dataloader(self.trainer)
 
     def continue_epoch(self, epoch: int) -> None:
         """Begin the first epoch of a run, possibly in its middle, and see that the iterator serves it.
 
+        A collective call; errors are raised on every rank.
+
         After a restart the trainer keeps the iterator that it made before the epoch was known (PL#21938), and workers
         have fetched from it already.
         """
         restored, self._restored = self._restored, None
         is_restarting = _lightning.is_restarting(self.trainer)
-        num_done = _lightning.num_batches_done(self.trainer)
         finished_an_epoch = _lightning.finished_an_epoch(self.trainer)
-        if is_restarting and restored is None and num_done and not finished_an_epoch:
-            raise ValueError(
-                f"the checkpoint was saved in the middle of an epoch ({num_done} batches done) by a run without"
-                " BalanceCallback, so the samples it has seen are unknown: resume from a checkpoint of an epoch's end,"
-                " or without BalanceCallback"
-            )
-        if is_restarting and restored is not None and num_done and not finished_an_epoch and restored["epoch"] != epoch:
-            raise ValueError(
-                f"the checkpoint continues at batch {num_done} of epoch {epoch}, but its samples are those of epoch"
-                f" {restored['epoch']}: resume from a checkpoint that ModelCheckpoint saved during fit"
-            )
+        num_done = _lightning.num_batches_done(self.trainer)
+        is_inside_epoch = is_restarting and num_done > 0 and not finished_an_epoch
+        on_every_rank(lambda: self._check_continues(restored, epoch, num_done) if is_inside_epoch else None)
         self.begin_epoch(epoch)
+        self.factory.check_same_place(self.sampler, num_done)
+        if restored is not None and epoch == restored["epoch"]:
+            self._tell_changes(restored)
         if is_restarting or restored is not None or self.sampler.begun not in (None, (epoch, 0)):
             _lightning.restart_train_iterator(self.trainer)
         if is_restarting and finished_an_epoch:
@@ -162,11 +173,39 @@ class BalancedFit:
         if is_restarting:
             self.trainer.accumulate_grad_batches = BetweenWindows(self._count_steps)
 
+    def _check_continues(self, restored: dict[str, Any] | None, epoch: int, num_done: int) -> None:
+        if restored is None:
+            raise ValueError(
+                f"the checkpoint was saved in the middle of an epoch ({num_done} batches done) by a run without"
+                " BalanceCallback, so the samples it has seen are unknown: resume from a checkpoint of an epoch's end,"
+                " or without BalanceCallback"
+            )
+        if restored["epoch"] != epoch:
+            raise ValueError(
+                f"the checkpoint continues at batch {num_done} of epoch {epoch}, but its samples are those of epoch"
+                f" {restored['epoch']}: resume from a checkpoint that ModelCheckpoint saved during fit"
+            )
+        if not self.sampler.plan_for(epoch).steps:
+            raise ValueError(
+                f"nothing is left of epoch {epoch}: every sample that it has not trained is longer than"
+                f" max_tokens={self.factory.settings.max_tokens} and oversize='skip' leaves it out: raise max_tokens,"
+                " or resume from a checkpoint of an epoch's end"
+            )
+
+    def _tell_changes(self, restored: dict[str, Any]) -> None:
+        begin = self.sampler.plan.begin
+        changes = self.sampler.changes_since(restored)
+        if begin.num_samples and changes:
+            rank_zero_info(
+                f"BalanceCallback: epoch {self.sampler.epoch} goes on after {begin.num_samples:,} of its samples with "
+                + ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changes.items())
+            )
+
     def begin_epoch(self, epoch: int) -> None:
         """Tell sampler and trainer which epoch comes and how long it is."""
         self._length_is_stale = False
         self.sampler.set_epoch(epoch)
-        _lightning.set_epoch_length(self.trainer, len(self.sampler))
+        _lightning.set_epoch_length(self.trainer, self.num_batches_of_epoch)
         self._announce_steps()
 
     def _announce_steps(self) -> None:
@@ -175,23 +214,27 @@ class BalancedFit:
             self.trainer.accumulate_grad_batches = BetweenWindows(self._count_steps)
 
     def _count_steps(self, num_epochs: int) -> int:
-        """Optimizer steps of the first ``num_epochs`` epochs, after ``limit_train_batches``."""
-        num_counted, num_steps = min(num_epochs, MAX_EPOCHS_COUNTED), 0
-        for epoch in range(num_counted):
+        """Optimizer steps of the first ``num_epochs`` epochs, after ``limit_train_batches``.
+
+        Steps before a restart are those that were done, under whatever plan.
+        """
+        first, num_before = self._steps_before or (0, 0)
+        num_left = max(num_epochs - first, 0)
+        num_counted, num_steps = min(num_left, MAX_EPOCHS_COUNTED), 0
+        for epoch in range(first, first + num_counted):
             if epoch not in self._steps_of_epoch:
                 self._steps_of_epoch[epoch] = self._num_steps(epoch)
             num_steps += self._steps_of_epoch[epoch]
-            if 0 <= self.trainer.max_steps <= num_steps:
-                return num_steps  # the trainer takes the smaller of the two
-        return -(-num_steps * num_epochs // num_counted)
+            if 0 <= self.trainer.max_steps <= num_before + num_steps:
+                return num_before + num_steps  # the trainer takes the smaller of the two
+        return num_before + (-(-num_steps * num_left // num_counted) if num_counted else 0)
 
     def _num_steps(self, epoch: int) -> int:
         plan = self.sampler.plan_for(epoch)
         limit = self.trainer.limit_train_batches
         if isinstance(limit, float) and limit == 1:  # all batches; the integer 1 is one batch
             return plan.num_steps
-        num_batches = _lightning.limited_num_batches(self.trainer, plan.num_micro_batches)
-        return plan.locate(num_batches - 1)[0] + 1
+        return plan.locate(self._num_batches(plan) - 1)[0] + 1
 
     def place(self, batch_index: int) -> Place:
         """Where the epoch's micro-batch ``batch_index`` stands."""

@@ -18,7 +18,7 @@ from lightning_balance.plan import (
     sort_positions,
 )
 from lightning_balance.rules import StepRules
-from lightning_balance.shuffle import EpochOrder
+from lightning_balance.shuffle import RemainingOrder
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -31,7 +31,7 @@ class WindowPlanner:
     padded: NDArray[np.int64]
     cost: PreparedCost
     rules: StepRules
-    order: EpochOrder
+    order: RemainingOrder
     seed: int
     epoch: int
 

@@ -117,7 +117,7 @@ def summarize(
     """
     check_choice("sync", sync, ("micro_batch", "step"))
     lengths = validate_lengths(lengths)
-    steps = [plan.step(index) for index in range(plan.num_steps)]
+    steps = [plan.step(index) for index in plan.steps]
     served = np.concatenate([step.order for step in steps])
     counts = np.concatenate([step.num_samples for step in steps])
     plain_steps = _plain_steps(plan, [len(step.order) for step in steps], len(lengths))[served]

@@ -15,10 +15,13 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 from lightning_balance._reinstantiation import note_arguments
 from lightning_balance.cost import CostFunction
 from lightning_balance.epoch import EpochPlan, plan_epoch
+from lightning_balance.progress import EpochProgress
 from lightning_balance.settings import Oversize, StepUnit
 from lightning_balance.validation import check_positive_int, validate_lengths
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+WHAT_STAYS = ("num_samples", "lengths", "seed", "shuffle")
+"""What has to be the same wherever a state is continued; ranks, budget and every other option may change."""
 
 
 class BalancedBatchSampler(BatchSampler):
@@ -127,9 +130,8 @@ class BalancedBatchSampler(BatchSampler):
             | ({} if batch_size is None else {"samples_per_step": None}),
         )
         self._plan: EpochPlan | None = None
-        self._start = 0
-        self._start_epoch = 0
-        self._position = 0
+        self._start_epoch, self._start, self._start_progress = 0, 0, EpochProgress()
+        self._position = 0, 0
         self._begun: tuple[int, int] | None = None
         _ = self.plan  # bad arguments are reported here, not at the first batch
 
@@ -161,12 +163,20 @@ class BalancedBatchSampler(BatchSampler):
     def plan(self) -> EpochPlan:
         """The plan of the current epoch, the same on every rank."""
         if self._plan is None or self._plan.epoch != self.epoch:
-            self._plan = plan_epoch(self.lengths, epoch=self.epoch, **self._options)
+            self._plan = self._make_plan(self.epoch)
         return self._plan
 
     def plan_for(self, epoch: int) -> EpochPlan:
         """The plan of any epoch, without changing the one that is served."""
-        return self.plan if epoch == self.epoch else plan_epoch(self.lengths, epoch=epoch, **self._options)
+        return self.plan if epoch == self.epoch else self._make_plan(epoch)
+
+    def _make_plan(self, epoch: int) -> EpochPlan:
+        begin = self._start_progress if epoch == self._start_epoch else EpochProgress()
+        return self._plan_from(epoch, begin)
+
+    def _plan_from(self, epoch: int, begin: EpochProgress) -> EpochPlan:
+        is_whole = begin == EpochProgress()
+        return plan_epoch(self.lengths, epoch=epoch, **self._options, begin=None if is_whole else begin)
 
     def __len__(self) -> int:
         """Micro-batches per rank in the current epoch, also after a resume within it."""
@@ -175,38 +185,56 @@ class BalancedBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator: the epoch is read at the first batch. Lightning creates the iterator before it sets the epoch.
         plan = self.plan
-        start = self._start if plan.epoch == self._start_epoch else 0
-        self._position = start
-        self._begun = plan.epoch, start
+        start = position = self._first_position(plan.epoch)
+        self._begun = self._position = plan.epoch, start
         if start >= plan.num_micro_batches:
             return
         first_step, first_slot = plan.locate(start)
         for step in range(first_step, plan.num_steps):
             step_plan = plan.step(step)
             for slot in range(first_slot if step == first_step else 0, step_plan.num_slots):
-                self._position += 1
+                position += 1
+                self._position = plan.epoch, position
                 # Python ints: datasets hand indices to APIs that refuse numpy integers.
                 yield step_plan.micro_batch(self.rank, slot).tolist()
 
+    def _first_position(self, epoch: int) -> int:
+        return self._start if epoch == self._start_epoch else 0
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iteration stands: version, epoch, position in micro-batches, and what it depends on.
+        """Where the latest iteration stands in the current epoch, as :meth:`state_at` describes it.
 
         With workers the position runs ahead of training by what they prefetch; :class:`BalanceCallback` stores the
         position of training instead.
         """
+        epoch, position = self._position
+        return self.state_at(position if epoch == self.epoch else self._first_position(self.epoch))
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """The state of a run that has done ``position`` micro-batches per rank of the current epoch.
+
+        It says so twice: as a position in this plan, with everything that the plan depends on, and as the samples that
+        whole steps have had (``"served"``), from which any other plan can go on.
+        """
+        plan = self.plan
+        step = plan.locate(position)[0] if position < plan.num_micro_batches else plan.num_steps
         return {
             "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "position": self._position,
-            "num_micro_batches": len(self),
+            "epoch": plan.epoch,
+            "position": position,
+            "num_micro_batches": plan.num_micro_batches,
             **self._dependencies(),
-            "digest": self.plan.digest,
+            "begin": plan.begin.state(),
+            "digest": plan.digest,
+            "served": plan.progress(step).state(),
         }
 
-    def _dependencies(self) -> dict[str, int | str]:
+    def _dependencies(self) -> dict[str, int | str | None]:
         """What a position depends on, as plain values: the samples and every option."""
         options = {
-            name: value if isinstance(value, (int, str)) else getattr(value, "__qualname__", repr(value))
+            name: value
+            if value is None or isinstance(value, (int, str))
+            else getattr(value, "__qualname__", repr(value))
             for name, value in self._options.items()
             if name != "num_ranks"
         }
@@ -220,36 +248,42 @@ class BalancedBatchSampler(BatchSampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue inside the epoch of ``state``; later epochs are whole.
 
-        At an epoch's end nothing is half served: ranks and settings may then be others, but not the data nor its order.
+        With the ranks and options that the state was saved with, exactly the micro-batches follow that would have. With
+        others, what whole steps have not had yet of the epoch's samples is planned anew, in the order of the shuffle;
+        ``len`` then counts what was done before, too.
 
         Raises:
-            ValueError: the state was made by another plan (data, seed, settings, ranks) or another state version.
+            ValueError: the state was made of other data, another seed or another order, or by another state version.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(
                 f"state['version'] is {state.get('version')!r}, but this release reads version {STATE_VERSION}"
             )
-        plan = self.plan_for(int(state["epoch"]))
-        ours_now = {**self._dependencies(), "digest": plan.digest}
-        if state["position"] >= state["num_micro_batches"]:
-            ours_now = {name: ours_now[name] for name in ("num_samples", "lengths", "seed", "shuffle")}
-        for name, ours in ours_now.items():
-            if state.get(name) != ours:
+        ours = self._dependencies()
+        for name in WHAT_STAYS:
+            if state.get(name) != ours[name]:
                 raise ValueError(
-                    f"the state was saved with {name}={state.get(name)!r}, but this sampler has {name}={ours!r}:"
-                    " continue with the same data, seed, ranks and settings, or start without the state"
+                    f"the state was saved with {name}={state.get(name)!r}, but this sampler has {name}={ours[name]!r}:"
+                    " continue with the same data, order and seed, or start without the state"
                 )
-        self.start_at(plan.epoch, int(state["position"]))
+        epoch, position = int(state["epoch"]), int(state["position"])
+        begin = EpochProgress.of_state(state["begin"])
+        if self._plan_from(epoch, begin).digest != state["digest"]:
+            begin = EpochProgress.of_state(state["served"])
+            position = begin.num_micro_batches
+        self._plan = None
+        self._start_epoch, self._start, self._start_progress = epoch, position, begin
+        self._position = epoch, position
+        self.set_epoch(epoch)
+
+    def changes_since(self, state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Options that differ from those a state was saved with: name to value then and now."""
+        return {name: (state.get(name), now) for name, now in self._dependencies().items() if state.get(name) != now}
 
     @property
     def begun(self) -> tuple[int, int] | None:
         """Epoch and first position of the latest iterator that was asked for a batch; None before the first."""
         return self._begun
-
-    def start_at(self, epoch: int, position: int) -> None:
-        """Begin ``epoch`` at micro-batch ``position``; every other epoch begins at 0."""
-        self.set_epoch(epoch)
-        self._start_epoch, self._start, self._position = epoch, position, position
 
 
 def _ranks(num_replicas: int | None, rank: int | None, sampler: DistributedSampler[Any] | None) -> tuple[int, int]:

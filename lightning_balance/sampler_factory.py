@@ -178,6 +178,23 @@ class SamplerFactory:
             WAY_OUT,
         )
 
+    def check_same_place(self, sampler: BalancedBatchSampler, num_batches_done: int) -> None:
+        """Compare where the ranks begin, after a restart perhaps from files of their own. A collective call.
+
+        Raises:
+            ValueError: on every rank, when they are not at the same place of the same plan.
+        """
+        check_equal_on_ranks(
+            {
+                "the epoch": sampler.epoch,
+                "the number of batches done": num_batches_done,
+                "the number of optimizer steps done": self._trainer.global_step,
+                "the number of samples done before": sampler.plan.begin.num_samples,
+                "the plan's digest": sampler.plan.digest,
+            },
+            "every rank needs the same checkpoint",
+        )
+
 
 def _named(value: Any) -> Any:
     """A value that can be compared across processes: functions by their name."""

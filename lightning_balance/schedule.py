@@ -20,6 +20,9 @@ class Schedule(Protocol):
     @property
     def num_samples(self) -> int: ...  # noqa: D102
 
+    @property
+    def is_empty(self) -> bool: ...  # noqa: D102
+
     def window(self, index: int) -> tuple[int, int, int]:
         """Return where in the order a window starts and ends, and its number of steps."""
         ...
@@ -32,24 +35,21 @@ class Schedule(Protocol):
 class SampleSchedule:
     """The same number of samples in every step; the last step may have fewer.
 
-    Raises:
-        ValueError: ``drop_last`` would leave no step.
-
     >>> SampleSchedule(num_samples=18, samples_per_step=16, lookahead=1, drop_last=False).window(1)
     (16, 18, 1)
     """
 
     def __init__(self, *, num_samples: int, samples_per_step: int, lookahead: int, drop_last: bool) -> None:
-        if drop_last and num_samples < samples_per_step:
-            raise ValueError(
-                f"an epoch would be empty: {num_samples} samples are fewer than samples_per_step={samples_per_step} "
-                "and drop_last=True leaves out a step that is not full; lower samples_per_step or set drop_last=False"
-            )
         self.num_steps = num_samples // samples_per_step if drop_last else -(-num_samples // samples_per_step)
         self.num_samples = min(self.num_steps * samples_per_step, num_samples)
         self.num_windows = -(-self.num_steps // lookahead)
         self._samples_per_step = samples_per_step
         self._lookahead = lookahead
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether ``drop_last`` leaves no step."""
+        return self.num_steps == 0
 
     def window(self, index: int) -> tuple[int, int, int]:
         """Return where in the order a window starts and ends, and its number of steps."""
@@ -72,9 +72,6 @@ class TokenSchedule:
 
     Windows are found one after another, and only as far as somebody asks. With ``drop_last`` a last step whose
     micro-batches are not all needed is left out.
-
-    Raises:
-        ValueError: ``drop_last`` would leave no step.
     """
 
     def __init__(self, planner: WindowPlanner, *, num_samples: int, lookahead: int, drop_last: bool) -> None:
@@ -83,13 +80,13 @@ class TokenSchedule:
         self._lookahead = lookahead
         self._drop_last = drop_last
         self._windows: list[tuple[int, int, int]] = []
-        self._complete = False
+        self._complete = num_samples == 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether ``drop_last`` leaves no step; plans the first window."""
         self._find(0)
-        if not self._windows:
-            raise ValueError(
-                f"an epoch would be empty: {num_samples} samples do not fill one step and drop_last=True leaves out "
-                "a step that is not full; lower max_tokens or num_slots, or set drop_last=False"
-            )
+        return not self._windows
 
     @cached_property
     def num_steps(self) -> int:
@@ -107,7 +104,7 @@ class TokenSchedule:
     def num_samples(self) -> int:
         """Samples served; finds all windows."""
         self._find(self._total)
-        return self._windows[-1][1]
+        return self._windows[-1][1] if self._windows else 0
 
     def window(self, index: int) -> tuple[int, int, int]:
         """Return where in the order a window starts and ends, and its number of steps."""

@@ -1,9 +1,11 @@
-"""The order of an epoch: a permutation that any rank can draw again, and of which any slice is cheap."""
+"""The order of an epoch: a permutation that any rank can draw again, and what is left of it."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_balance.progress import EpochProgress
 
 # Up to here numpy's own permutation takes some 50 ms; a first batch must not wait for tens of millions of swaps.
 LARGEST_DRAWN_AT_ONCE = 2**21
@@ -32,13 +34,6 @@ class EpochOrder:
             else:
                 self._keys = rng.integers(0, 2**63, size=_NUM_ROUNDS, dtype=np.uint64)
 
-    def leave_out(self, positions: NDArray[np.int64]) -> None:
-        """Take some positions out of the order; the others keep theirs. The whole order is drawn for it."""
-        kept = np.ones(self.num_samples, dtype=bool)
-        kept[positions] = False
-        everything = self.slice(0, self.num_samples)
-        self._drawn = everything[kept[everything]]
-
     def slice(self, start: int, end: int) -> NDArray[np.int64]:
         """Return the samples at places ``[start, end)`` of the order."""
         if self._drawn is not None:
@@ -47,6 +42,65 @@ class EpochOrder:
         if self._keys is None:
             return places
         return _bijection(places.astype(np.uint64), self.num_samples, self._keys).astype(np.int64)
+
+
+class RemainingOrder:
+    """The samples of an epoch that are still to serve, in the epoch's order.
+
+    Args:
+        whole: the order of the epoch.
+        begin: what has been served before; what it left waiting comes first.
+        left_out: samples that are not served at all; with any, the whole order is drawn.
+
+    Attributes:
+        num_samples: number of samples to serve.
+
+    >>> whole = EpochOrder(6, seed=0, epoch=0, shuffle=False)
+    >>> rest = RemainingOrder(whole, EpochProgress(num_places=3, waiting=(1,)), left_out=np.array([4]))
+    >>> rest.slice(0, 3), rest.places_taken(2)
+    (array([1, 3, 5]), 5)
+    """
+
+    def __init__(self, whole: EpochOrder, begin: EpochProgress, left_out: NDArray[np.int64]) -> None:
+        self._whole = whole
+        self._first_place = begin.num_places
+        self._waiting = np.array(begin.waiting, dtype=np.int64)
+        self._places: NDArray[np.int64] | None = None
+        if len(left_out):
+            is_kept = np.ones(whole.num_samples, dtype=bool)
+            is_kept[left_out] = False
+            self._waiting = self._waiting[is_kept[self._waiting]]
+            untouched = whole.slice(begin.num_places, whole.num_samples)
+            self._places = begin.num_places + np.flatnonzero(is_kept[untouched])
+            self._untouched = untouched[is_kept[untouched]]
+        num_untouched = whole.num_samples - begin.num_places if self._places is None else len(self._places)
+        self.num_samples = len(self._waiting) + num_untouched
+
+    def slice(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return the samples at ``[start, end)`` of what remains."""
+        num_waiting = len(self._waiting)
+        untouched = self._slice_untouched(max(start - num_waiting, 0), max(end - num_waiting, 0))
+        if start >= num_waiting:
+            return untouched
+        return np.concatenate([self._waiting[start:end], untouched])
+
+    def places_taken(self, end: int) -> int:
+        """Return how many places of the whole epoch's order are taken once the first ``end`` samples are."""
+        untouched = end - len(self._waiting)
+        if untouched <= 0:
+            return self._first_place
+        if self._places is None:
+            return self._first_place + untouched
+        return int(self._places[untouched]) if untouched < len(self._places) else self._whole.num_samples
+
+    def waiting_after(self, end: int) -> NDArray[np.int64]:
+        """Return the samples that were waiting before and still are, once the first ``end`` samples are taken."""
+        return self._waiting[end:]
+
+    def _slice_untouched(self, start: int, end: int) -> NDArray[np.int64]:
+        if self._places is None:
+            return self._whole.slice(self._first_place + start, self._first_place + end)
+        return self._untouched[start:end]
 
 
 def _bijection(places: NDArray[np.uint64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

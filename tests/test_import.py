@@ -20,6 +20,7 @@ LAYERS = {
         "lookahead",
         "partition",
         "plan",
+        "progress",
         "report",
         "rules",
         "schedule",
