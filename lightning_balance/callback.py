@@ -188,7 +188,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""
-        if self._monitor is not None and not trainer.barebones:
+        if self._monitor is not None and self._monitor.has_epoch_values and not trainer.barebones:
             # The values are the same on all ranks already; sync_dist only spares the user Lightning's warning.
             values = self._monitor.epoch_values()
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)

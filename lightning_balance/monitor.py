@@ -131,6 +131,11 @@ class RunMonitor:
         values.update(self._peak())
         return {PREFIX + name: value for name, value in values.items()}
 
+    @property
+    def has_epoch_values(self) -> bool:
+        """Whether a step ended since the last :meth:`epoch_values`; not so when a run restarts at its epoch's end."""
+        return self.pad_efficiency.update_called
+
     def epoch_values(self) -> dict[str, float | Tensor]:
         """Values of the whole epoch over all ranks, under names ending in ``_epoch``. A collective call."""
         self.peak_memory.update()
