@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+
+MAX_RANKS_NAMED = 8
+"""An error names so many of the ranks that have one value, and counts the others."""
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -77,19 +80,39 @@ def check_equal_on_ranks(values: Mapping[str, Any], way_out: str) -> None:
         way_out: the end of the error sentence, what to do.
 
     Raises:
-        ValueError: on every rank, when some rank differs from rank 0; names what differs, where, and both values.
+        ValueError: on every rank, when some rank differs from rank 0; names what differs, both values, and which ranks
+            have them.
 
     Example:
         >>> check_equal_on_ranks({"seed": 0}, "call seed_everything with one seed")
     """
-    gathered = gather_objects(dict(values))
-    for rank, other in enumerate(gathered[1:], start=1):
-        for name, expected in gathered[0].items():
-            if other.get(name) != expected:
-                raise ValueError(
-                    f"{name} differs between ranks: rank 0 has {expected!r}, rank {rank} has {other.get(name)!r};"
-                    f" {way_out}"
-                )
+    difference = find_difference(gather_objects(dict(values)))
+    if difference is not None:
+        raise ValueError(f"{difference}; {way_out}")
+
+
+def find_difference(values_of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Say what differs first between ranks, and which ranks have what; None where all are equal.
+
+    Example:
+        >>> find_difference([{"seed": 1}, {"seed": 1}, {"seed": 2}])
+        'seed differs between ranks: ranks 0 and 1 have 1, rank 2 has 2'
+    """
+    for name, expected in values_of_ranks[0].items():
+        found = [values.get(name) for values in values_of_ranks]
+        others = [value for value in found if value != expected]
+        if others:
+            claims = [_who_has(value, [other == value for other in found]) for value in (expected, others[0])]
+            return f"{name} differs between ranks: {', '.join(claims)}"
+    return None
+
+
+def _who_has(value: Any, is_theirs: list[bool]) -> str:
+    ranks = [str(rank) for rank, theirs in enumerate(is_theirs) if theirs]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has {value!r}"
+    named = ranks[:MAX_RANKS_NAMED] + ([f"{len(ranks) - MAX_RANKS_NAMED} more"] if len(ranks) > MAX_RANKS_NAMED else [])
+    return f"ranks {', '.join(named[:-1])} and {named[-1]} have {value!r}"
 
 
 def _same_kind(name: str, sentence: str) -> Exception:

@@ -16,7 +16,7 @@ from lightning_balance._reinstantiation import note_arguments
 from lightning_balance.cost import CostFunction
 from lightning_balance.epoch import EpochPlan, plan_epoch
 from lightning_balance.progress import EpochProgress
-from lightning_balance.settings import Oversize, StepUnit
+from lightning_balance.settings import Oversize, StepUnit, describe
 from lightning_balance.validation import check_positive_int, validate_lengths
 
 STATE_VERSION = 2
@@ -223,21 +223,15 @@ class BalancedBatchSampler(BatchSampler):
             "epoch": plan.epoch,
             "position": position,
             "num_micro_batches": plan.num_micro_batches,
-            **self._dependencies(),
+            **self.description(),
             "begin": plan.begin.state(),
             "digest": plan.digest,
             "served": plan.progress(step).state(),
         }
 
-    def _dependencies(self) -> dict[str, int | str | None]:
-        """What a position depends on, as plain values: the samples and every option."""
-        options = {
-            name: value
-            if value is None or isinstance(value, (int, str))
-            else getattr(value, "__qualname__", repr(value))
-            for name, value in self._options.items()
-            if name != "num_ranks"
-        }
+    def description(self) -> dict[str, int | float | str | None]:
+        """Everything that the plan depends on, as plain values: the samples and every option, by name."""
+        options = {name: describe(value) for name, value in self._options.items() if name != "num_ranks"}
         return {
             "num_samples": len(self.lengths),
             "lengths": self.lengths_fingerprint,
@@ -259,7 +253,7 @@ class BalancedBatchSampler(BatchSampler):
             raise ValueError(
                 f"state['version'] is {state.get('version')!r}, but this release reads version {STATE_VERSION}"
             )
-        ours = self._dependencies()
+        ours = self.description()
         for name in WHAT_STAYS:
             if state.get(name) != ours[name]:
                 raise ValueError(
@@ -278,7 +272,7 @@ class BalancedBatchSampler(BatchSampler):
 
     def changes_since(self, state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Options that differ from those a state was saved with: name to value then and now."""
-        return {name: (state.get(name), now) for name, now in self._dependencies().items() if state.get(name) != now}
+        return {name: (state.get(name), now) for name, now in self.description().items() if state.get(name) != now}
 
     @property
     def begun(self) -> tuple[int, int] | None:

@@ -18,10 +18,18 @@ from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, on
 from lightning_balance.lengths import is_scan_needed, resolve_lengths
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
 from lightning_balance.sampler import BalancedBatchSampler
-from lightning_balance.settings import OPTIONS_OF_WEIGHTS_AND_OUTPUT, BalanceSettings, PlannedSync
+from lightning_balance.settings import (
+    OPTION_NAMES,
+    OPTIONS_OF_WEIGHTS_AND_OUTPUT,
+    BalanceSettings,
+    PlannedSync,
+    describe,
+)
 
 NUM_COMPARED = 8
 """Samples that the other ranks read to see that they have the data that rank 0 scanned."""
+OWN_OF_A_RANK = frozenset({"lengths", "lengths_cache_dir", "seed"})
+"""Options that may differ between ranks: what they lead to is compared, or it is the same."""
 WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
 
 
@@ -161,19 +169,20 @@ class SamplerFactory:
             )
 
     def _check_agreement(self, sampler: BalancedBatchSampler) -> None:
-        plan = sampler.plan_for(0)
+        options = {name: describe(getattr(self.settings, name)) for name in OPTION_NAMES if name not in OWN_OF_A_RANK}
+        description = sampler.description()
         check_equal_on_ranks(
             {
                 "lightning_balance.__version__": lightning_balance.__version__,
-                "the number of samples": len(sampler.lengths),
+                "the number of samples": description.pop("num_samples"),
+                "the lengths' fingerprint": description.pop("lengths"),
+                "seed": description.pop("seed"),
                 "the DataLoader's order": self.order,
-                "the lengths' fingerprint": sampler.lengths_fingerprint,
-                "seed": plan.seed,
-                "samples per step and slots": (self.settings.samples_per_step, self.accumulation),
-                "max_tokens": self.settings.max_tokens,
+                **options,
+                "accumulate_grad_batches": self.accumulation,
                 "limit_train_batches": self._trainer.limit_train_batches,
-                **{name: _named(getattr(self.settings, name)) for name in sorted(OPTIONS_OF_WEIGHTS_AND_OUTPUT)},
-                "the plan's digest": plan.digest,
+                **description,
+                "the plan's digest": sampler.plan_for(0).digest,
             },
             WAY_OUT,
         )
@@ -194,11 +203,6 @@ class SamplerFactory:
             },
             "every rank needs the same checkpoint",
         )
-
-
-def _named(value: Any) -> Any:
-    """A value that can be compared across processes: functions by their name."""
-    return getattr(value, "__qualname__", value)
 
 
 def _seed(settings: BalanceSettings) -> int:

@@ -150,6 +150,20 @@ class HasBalanceSettings:
         return settings
 
 
+def describe(value: Any) -> int | float | str | None:
+    """A plain value for an option, to compare across processes and checkpoints; functions are known by their name.
+
+    Example:
+        >>> describe(8192), describe(CostModel()), describe(max)
+        (8192, 'CostModel(intercept=0.0, alpha=0.001)', 'max')
+    """
+    if value is None or isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, CostModel):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
 def import_callable(path: str, argument: str) -> Callable[..., Any]:
     """Import the function that a dotted path names, as YAML files give it.
 

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, gather_objects, on_every_rank
+from lightning_balance.agreement import (
+    check_equal_on_ranks,
+    find_difference,
+    from_rank_zero,
+    gather_objects,
+    on_every_rank,
+)
 from tests.distributed import run_ranks
 
 
@@ -104,6 +110,18 @@ def test_what_differs_is_named_with_both_values_on_all_ranks(ranks: list[dict[st
     assert (
         both(ranks, "missing") == ["ValueError: seed differs between ranks: rank 0 has 1, rank 1 has None; do this"] * 2
     )
+
+
+@pytest.mark.parametrize(
+    ("seeds", "claims"),
+    [
+        ([1, 1, 2, 1], "ranks 0, 1 and 3 have 1, rank 2 has 2"),
+        ([3, 1, 1, 1], "rank 0 has 3, ranks 1, 2 and 3 have 1"),
+        ([0] * 12 + [7], "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more have 0, rank 12 has 7"),
+    ],
+)
+def test_the_ranks_of_either_value_are_named(seeds: list[int], claims: str) -> None:
+    assert find_difference([{"n": 4, "seed": seed} for seed in seeds]) == f"seed differs between ranks: {claims}"
 
 
 def test_ranks_are_in_step_after_errors(ranks: list[dict[str, str]]) -> None:
