@@ -133,7 +133,7 @@ class BalancedFit:
         if not plan.begin.num_micro_batches:
             return limited
         # Under another plan the limit may lie before the place where the epoch goes on: then one more step ends it.
-        return max(limited, plan.begin.num_micro_batches + int(plan.num_slots_per_step[0]))
+        return max(limited, plan.begin.num_micro_batches + int(plan.num_slots_per_step[:1].sum()))
 
     def restore(self, state: dict[str, Any], global_step: int) -> None:
         """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
