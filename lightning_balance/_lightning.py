@@ -68,13 +68,16 @@ def limited_num_batches(trainer: Trainer, num_batches: int) -> int:
     return min(num_batches, limit) if isinstance(limit, int) else max(int(limit > 0), int(num_batches * limit))
 
 
-def restart_train_iterator(trainer: Trainer) -> None:
-    """Create the training iterator anew.
+def restart_train_iterator(trainer: Trainer, num_fetched: int = 0) -> None:
+    """Create the training iterator anew; inside an epoch, after ``num_fetched`` of its batches.
 
-    Missing: after a restart the loop keeps the iterator that it made before the epoch was known (PL#21938).
+    Missing: after a restart the loop keeps the iterator that it made before the epoch was known (PL#21938), and it
+    tells the last batch by counting those that it fetched.
     """
-    assert trainer.fit_loop._data_fetcher is not None
-    iter(trainer.fit_loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+    fetcher.fetched = num_fetched
 
 
 def rewind_batches(checkpoint: dict[str, Any], num_batches: int) -> None:

@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 
 from lightning_balance import _lightning
 from lightning_balance.agreement import on_every_rank
+from lightning_balance.budget_control import BudgetControl
 from lightning_balance.checks import check_trainer
 from lightning_balance.fitting import BalancedFit, Place
 from lightning_balance.monitor import RunMonitor
 from lightning_balance.settings import HasBalanceSettings
 from lightning_balance.summary import print_summary
+from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
 CHECKPOINT_KEY = "lightning_balance"
@@ -75,6 +77,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
     _place: Place | None = None
     _batch: Any = None
     _peak: dict[str, float] | None = None
+    _control: BudgetControl | None = None
     _is_first_batch = True
 
     # ------------------------------------------------------------------ before training
@@ -110,6 +113,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         self._monitor = RunMonitor(rank=self._fit.factory.rank, sync=self._fit.factory.sync, device=pl_module.device)
         # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
         self._fit.continue_epoch(trainer.current_epoch)
+        if self._fit.sampler.max_tokens is not None:
+            self._control = BudgetControl(trainer, self._fit)
         name = getattr(self.settings.loss_reduction, "__qualname__", self.settings.loss_reduction)
         rank_zero_info(
             f"BalanceCallback: loss_reduction={name!r}: gradients are those of the "
@@ -174,7 +179,16 @@ class BalanceCallback(HasBalanceSettings, Callback):
             return
         self._monitor.end_step(self._place)
         if _lightning.will_log_step(trainer) and not trainer.barebones:
-            pl_module.log_dict(self._monitor.step_values(), on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log_dict(self._step_values(), on_step=True, on_epoch=False, batch_size=1)
+        if self._control is not None:
+            self._control.end_step(trainer.global_step, batch_idx + 1)
+
+    def _step_values(self) -> dict[str, float | Tensor]:
+        assert self._monitor is not None
+        assert self._fit is not None
+        max_tokens = self._fit.sampler.max_tokens
+        budget = {} if max_tokens is None else {"balance/max_tokens": float(max_tokens)}
+        return {**self._monitor.step_values(), **budget}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
@@ -192,6 +206,25 @@ class BalanceCallback(HasBalanceSettings, Callback):
             # The values are the same on all ranks already; sync_dist only spares the user Lightning's warning.
             values = self._monitor.epoch_values()
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+
+    def set_max_tokens(self, max_tokens: int) -> None:
+        """Change the token budget of the run, without a restart; call it on rank 0 or on every rank.
+
+        It takes effect on all ranks after the same optimizer step: in a single process after the current one, else
+        after the next of every ``log_every_n_steps``. A budget that the data cannot have is ignored with a warning.
+        The command ``lightning-balance set-max-tokens`` does the same from outside.
+
+        Raises:
+            TypeError: ``max_tokens`` is not an integer.
+            ValueError: it is not positive, or no run with a token budget is training.
+        """
+        check_positive_int("max_tokens", max_tokens)
+        if self._control is None:
+            raise ValueError(
+                f"set_max_tokens({max_tokens}) changes the budget of a run that is training with one: none is; give"
+                " max_tokens to BalanceCallback"
+            )
+        self._control.request(max_tokens)
 
     def _warn_of_ignored_labels(self, batch: Any) -> None:
         labels = find_labels(batch, self.settings.label_key)
@@ -262,10 +295,13 @@ class BalanceCallback(HasBalanceSettings, Callback):
         self._release(trainer)
 
     def _release(self, trainer: Trainer) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         _lightning.release_train_dataloader(trainer)
         if self._fit is not None:
             self._fit.close()
 
     def _forget(self) -> None:
-        self._fit = self._weights = self._monitor = self._place = self._batch = self._peak = None
+        self._fit = self._weights = self._monitor = self._place = self._batch = self._peak = self._control = None
         self._is_first_batch = True

@@ -11,12 +11,13 @@ Length-balanced distributed training for any LightningModule.
 
 commands:
   plan                          print what balancing would do for the lengths in a file; trains nothing
+  set-max-tokens                change the token budget of a running job
   fit, validate, test, predict  run a job described by --config FILE and options (LightningCLI)
 
 lightning-balance COMMAND --help shows the options of a command.
 """
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-COMMANDS = ("plan", *_TRAINER_COMMANDS)
+COMMANDS = ("plan", "set-max-tokens", *_TRAINER_COMMANDS)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -28,6 +29,10 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_balance.what_if import run_plan_command
 
         run_plan_command(words[1:])
+    elif words[0] == "set-max-tokens":
+        from lightning_balance.control_command import run_control_command
+
+        run_control_command(words[1:])
     elif words[0] in _TRAINER_COMMANDS:
         if importlib.util.find_spec("jsonargparse") is None:
             sys.exit(f"lightning-balance {words[0]} needs jsonargparse: pip install 'lightning-balance[cli]'")

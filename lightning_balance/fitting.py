@@ -77,6 +77,8 @@ class BalancedFit:
         self._length_is_stale = False
         self._steps_of_epoch: dict[int, int] = {}
         self._steps_before: tuple[int, int] | None = None
+        self._given_max_tokens: int | None = None
+        self._changed_max_tokens: int | None = None
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -107,6 +109,11 @@ class BalancedFit:
         self._sampler = sampler = self.factory.make(loader)
         self._steps_of_epoch.clear()
         sampler.set_epoch(self.trainer.current_epoch)
+        self._given_max_tokens = sampler.max_tokens
+        if self._restored and self._restored["given_max_tokens"] == sampler.max_tokens:
+            self._changed_max_tokens = self._restored["max_tokens"]
+        if self._changed_max_tokens is not None:
+            sampler.set_max_tokens(self._changed_max_tokens, sampler.plan.begin.num_micro_batches)
         on_every_rank(lambda: sampler.load_state_dict(self._restored) if self._restored else None)
         self._announce_steps()
         return with_batch_sampler(loader, sampler)
@@ -117,6 +124,7 @@ class BalancedFit:
         return {
             **self.sampler.state_at(position - self.num_batches_into_step(position)),
             "num_micro_batches": self.num_batches_of_epoch,
+            "given_max_tokens": self._given_max_tokens,
         }
 
     def num_batches_into_step(self, position: int) -> int:
@@ -200,6 +208,23 @@ class BalancedFit:
                 f"BalanceCallback: epoch {self.sampler.epoch} goes on after {begin.num_samples:,} of its samples with "
                 + ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changes.items())
             )
+
+    def change_max_tokens(self, max_tokens: int, num_batches: int) -> None:
+        """Go on under another token budget after ``num_batches`` of the epoch, where a step ended. A collective call.
+
+        Raises:
+            ValueError: on every rank, when the data cannot be planned under this budget; nothing is changed then.
+        """
+        sampler, num_steps = self.sampler, self.trainer.global_step
+        is_over = num_batches >= self.num_batches_of_epoch
+        steps_of_epoch = 0 if is_over else sampler.progress(num_batches).num_steps
+        on_every_rank(lambda: sampler.set_max_tokens(max_tokens, None if is_over else num_batches))
+        self._changed_max_tokens = max_tokens
+        self._steps_before = sampler.epoch + is_over, num_steps - steps_of_epoch
+        self._steps_of_epoch.clear()
+        if not is_over:
+            _lightning.set_epoch_length(self.trainer, self.num_batches_of_epoch)
+            _lightning.restart_train_iterator(self.trainer, num_batches)
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell sampler and trainer which epoch comes and how long it is."""

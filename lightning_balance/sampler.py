@@ -140,6 +140,19 @@ class BalancedBatchSampler(BatchSampler):
         """Micro-batches per rank in every optimizer step; None where steps have as many as the budget needs."""
         return None if self._options["max_tokens"] is not None else self._options["num_slots"] or 1
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The token budget of a micro-batch."""
+        max_tokens: int | None = self._options["max_tokens"]
+        return max_tokens
+
+    @property
+    def smallest_max_tokens(self) -> int:
+        """The smallest budget that :meth:`set_max_tokens` can take, as far as single samples decide it."""
+        multiple: int = self._options["pad_to_multiple_of"]
+        needed = {"single": 1, "error": int(self.lengths.max()), "skip": int(self.lengths.min())}
+        return -(-needed[self._options["oversize"]] // multiple) * multiple
+
     @cached_property
     def lengths_fingerprint(self) -> str:
         """16 hexadecimal digits that tell these lengths from others; taken once, as every checkpoint asks for them."""
@@ -177,6 +190,33 @@ class BalancedBatchSampler(BatchSampler):
     def _plan_from(self, epoch: int, begin: EpochProgress) -> EpochPlan:
         is_whole = begin == EpochProgress()
         return plan_epoch(self.lengths, epoch=epoch, **self._options, begin=None if is_whole else begin)
+
+    def set_max_tokens(self, max_tokens: int, position: int | None = None) -> None:
+        """Plan later epochs, and what is left of the current one after some micro-batches, under another budget.
+
+        Args:
+            max_tokens: padded tokens per micro-batch.
+            position: micro-batches per rank of the current epoch that are done, up to the end of a step; None: the
+                current epoch keeps its plan.
+
+        Raises:
+            ValueError: the sampler has no budget, or cannot have this one; nothing is changed then.
+        """
+        if self.max_tokens is None:
+            raise ValueError("there is no token budget to change: the sampler was made with max_tokens=None")
+        options = {**self._options, "max_tokens": max_tokens}
+        begin = None if position is None else self.progress(position)
+        plan = plan_epoch(self.lengths, epoch=self.epoch + (begin is None), **options, begin=begin)
+        _ = plan.num_micro_batches  # steps that do not fit say so now
+        self._options = options
+        if position is not None and begin is not None:
+            self._plan = plan
+            self._start_epoch, self._start, self._start_progress = plan.epoch, position, begin
+
+    def progress(self, position: int) -> EpochProgress:
+        """What the steps that end before micro-batch ``position`` of the current epoch have served."""
+        plan = self.plan
+        return plan.progress(plan.locate(position)[0] if position < plan.num_micro_batches else plan.num_steps)
 
     def __len__(self) -> int:
         """Micro-batches per rank in the current epoch, also after a resume within it."""
@@ -217,7 +257,6 @@ class BalancedBatchSampler(BatchSampler):
         whole steps have had (``"served"``), from which any other plan can go on.
         """
         plan = self.plan
-        step = plan.locate(position)[0] if position < plan.num_micro_batches else plan.num_steps
         return {
             "version": STATE_VERSION,
             "epoch": plan.epoch,
@@ -226,7 +265,7 @@ class BalancedBatchSampler(BatchSampler):
             **self.description(),
             "begin": plan.begin.state(),
             "digest": plan.digest,
-            "served": plan.progress(step).state(),
+            "served": self.progress(position).state(),
         }
 
     def description(self) -> dict[str, int | float | str | None]:

@@ -14,6 +14,7 @@ PACKAGE = Path(lightning_balance.__file__).parent
 # A module that is not listed belongs to layer 2, which may import everything. A folder stands for all modules in it.
 LAYERS = {
     0: (
+        "control",
         "cost",
         "efficiency",
         "epoch",

@@ -1,0 +1,278 @@
+"""The token budget of a running job changes on all ranks after the same step; samples and gradients stay what they are."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_balance import BalanceCallback, BalancedBatchSampler
+from lightning_balance.agreement import gather_objects
+from lightning_balance.cli import main
+from lightning_balance.control import REQUEST_FILE, RUN_FILE, RunDescription, request_max_tokens, take_request
+from tests.distributed import run_ranks
+from tests.toys import ScalarModel, equal_samples, loader, trainer
+
+DATA = equal_samples(np.random.default_rng(7).integers(1, 12, 24).tolist())
+RUN = RunDescription(max_tokens=40, smallest_max_tokens=11, every_n_steps=5)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_taken_once(tmp_path: Path) -> None:
+    RUN.write(tmp_path)
+    assert take_request(tmp_path) is None
+    assert request_max_tokens(tmp_path, 64) == RUN
+    request_max_tokens(tmp_path, 65)
+    assert take_request(tmp_path) == 65
+    assert take_request(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"max_tokens": 0}', '{"max_tokens": "8"}', '{"max_tokens": 8.5}', "{}"])
+def test_a_request_without_a_budget_is_an_error_once(text: str, tmp_path: Path) -> None:
+    (tmp_path / REQUEST_FILE).write_text(text)
+    with pytest.raises(ValueError, match="asks for no token budget"):
+        take_request(tmp_path)
+    assert take_request(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["0"], "max_tokens must be an integer >= 1, got 0"),
+        (["-5"], "max_tokens must be an integer >= 1, got -5"),
+        (["many"], "invalid int value: 'many'"),
+        (["10"], "max_tokens=10 is too small for the job in .*: .* needs at least 11"),
+    ],
+)
+def test_the_command_refuses_bad_values(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RUN.write(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["set-max-tokens", "--run", str(tmp_path), "--", *words])
+    error = capsys.readouterr().err.replace("\n", " ")
+    assert re.search(sentence, error), error
+    assert take_request(tmp_path) is None
+
+
+def test_the_command_says_when_no_job_logs_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["set-max-tokens", "64", "--run", str(tmp_path)])
+    assert "is not the log folder of a running job with a token budget" in capsys.readouterr().err
+
+
+# --- samplers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sampler_keeps_its_budget_when_it_cannot_have_another() -> None:
+    sampler = BalancedBatchSampler([9, 1, 2, 7], samples_per_step=2, max_tokens=9, oversize="error", rank=0)
+    before = list(sampler)
+    with pytest.raises(ValueError, match="above max_tokens=8"):
+        sampler.set_max_tokens(8)
+    assert sampler.max_tokens == 9
+    assert list(sampler) == before
+    with pytest.raises(ValueError, match="there is no token budget to change"):
+        BalancedBatchSampler([9, 1], batch_size=1, rank=0).set_max_tokens(8)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+class Asks(Callback):
+    """Asks for a budget after some optimizer steps, and notes the budget of every micro-batch that runs."""
+
+    def __init__(
+        self, balance: BalanceCallback, at_steps: dict[int, int], ask: Callable[..., None] | None = None
+    ) -> None:
+        self.balance, self.at_steps, self.ask = balance, at_steps, ask
+        self.budgets: list[tuple[int, int | None]] = []
+        self.largest: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        self.budgets.append((step, trainer.train_dataloader.batch_sampler.max_tokens))
+        self.largest.append(batch["x"].numel())
+        if step in self.at_steps:
+            asked = self.at_steps.pop(step)
+            if self.ask is None:
+                self.balance.set_max_tokens(asked)
+            else:
+                self.ask(trainer, asked)
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.estimated_steps = trainer.estimated_stepping_batches
+
+
+def train(
+    at_steps: dict[int, int],
+    *callbacks: Callback,
+    options: dict[str, Any] | None = None,
+    place: tuple[str, int] = ("single", 1),
+    ask: Callable[..., None] | None = None,
+    checkpoint: Path | None = None,
+    num_workers: int = 0,
+    **arguments: Any,
+) -> tuple[ScalarModel, Asks, Any]:
+    options = {"max_tokens": 26, "samples_per_step": 4, "seed": 3, **(options or {})}
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, **options)
+    model, asks = ScalarModel(lr=0.01), Asks(balance, at_steps, ask)
+    arguments = {"max_epochs": 2, **arguments}
+    used = trainer(*place, callbacks=[balance, asks, *callbacks], **arguments)
+    train_loader = loader(DATA, 2, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
+    used.fit(model, train_loader, loader(DATA, 12), ckpt_path=checkpoint)
+    return model, asks, used
+
+
+def samples_of(model: ScalarModel, epoch: int) -> list[int]:
+    batches = zip(model.served, model.epochs, strict=True)
+    return sorted(sample for batch, of_epoch in batches if of_epoch == epoch for sample in batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "at_steps", [{0: 12}, {2: 12}, {1: 60, 3: 12, 4: 30}, {5: 60}, {5: 12, 6: 60}, {11: 12}], ids=str
+)
+def test_a_budget_changes_after_the_step(at_steps: dict[int, int], num_workers: int) -> None:
+    whole, _, _ = train({})
+    expected = [26] * 12
+    for step, budget in at_steps.items():
+        expected[step + 1 :] = [budget] * (11 - step)
+    model, asks, used = train(dict(at_steps), num_workers=num_workers)
+    assert dict(asks.budgets) == dict(enumerate(expected))
+    assert all(size <= expected[step] for (step, _), size in zip(asks.budgets, asks.largest, strict=True))
+    assert [samples_of(model, epoch) for epoch in (0, 1)] == [list(range(24))] * 2
+    assert used.global_step == asks.estimated_steps == 12
+    assert model.layer.weight.item() == pytest.approx(whole.layer.weight.item(), rel=1e-6)
+    assert model.gradients == pytest.approx(whole.gradients, rel=1e-6)
+    assert model.num_validations == 2
+
+
+def test_steps_that_are_filled_to_the_budget_change_too() -> None:
+    model, asks, _ = train({1: 60}, options={"max_tokens": 20, "samples_per_step": None, "step_unit": "tokens"})
+    assert [samples_of(model, epoch) for epoch in (0, 1)] == [list(range(24))] * 2
+    assert {budget for _, budget in asks.budgets} == {20, 60}
+    assert max(asks.largest) > 20
+
+
+@pytest.mark.parametrize("limit", [3, 0.5])
+def test_a_limit_of_batches_still_ends_the_epoch(limit: float) -> None:
+    model, _, _ = train({1: 12}, limit_train_batches=limit)
+    assert model.num_validations == 2
+    if limit == 3:
+        assert [model.epochs.count(epoch) for epoch in (0, 1)] == [3, 3]
+
+
+def test_a_budget_that_the_data_cannot_have_is_ignored_with_a_warning() -> None:
+    options = {"oversize": "error", "max_tokens": 26}
+    with pytest.warns(UserWarning, match="keeps max_tokens=26, because 5 was refused: .*above max_tokens=5"):
+        model, asks, _ = train({2: 5}, options=options)
+    assert {budget for _, budget in asks.budgets} == {26}
+    assert samples_of(model, 0) == list(range(24))
+
+
+def test_a_request_that_is_no_budget_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    def scribble(trainer: Any, _: int) -> None:
+        (Path(trainer.log_dir) / REQUEST_FILE).write_text("faster, please")
+
+    with pytest.warns(UserWarning, match="keeps its token budget: .*'faster, please'"):
+        _, asks, _ = train({2: 5}, ask=scribble, logger=CSVLogger(tmp_path))
+    assert {budget for _, budget in asks.budgets} == {26}
+
+
+def test_only_a_training_run_with_a_budget_can_be_asked() -> None:
+    balance = BalanceCallback()
+    with pytest.raises(
+        ValueError, match="set_max_tokens\\(64\\) changes the budget of a run that is training with one"
+    ):
+        balance.set_max_tokens(64)
+    with pytest.raises(ValueError, match="max_tokens must be an integer >= 1, got 0"):
+        balance.set_max_tokens(0)
+
+
+def test_the_change_is_logged_and_the_run_says_what_it_has(tmp_path: Path) -> None:
+    seen = {}
+
+    def ask(trainer: Any, asked: int) -> None:
+        seen["before"] = RunDescription.read(Path(trainer.log_dir))
+        main(["set-max-tokens", str(asked), "--run", trainer.log_dir])
+
+    class Looks(Callback):
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            seen["after"] = RunDescription.read(Path(trainer.log_dir))
+
+    _, asks, used = train({2: 60}, Looks(), ask=ask, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    assert seen["before"] == RunDescription(max_tokens=26, smallest_max_tokens=1, every_n_steps=1)
+    assert seen["after"] == RunDescription(max_tokens=60, smallest_max_tokens=1, every_n_steps=1)
+    with (Path(used.log_dir) / "metrics.csv").open() as file:
+        logged = [float(row["balance/max_tokens"]) for row in csv.DictReader(file) if row["balance/max_tokens"]]
+    assert logged == [26.0] * 3 + [60.0] * 9
+    assert not (Path(used.log_dir) / RUN_FILE).exists()  # the run has ended
+    assert {budget for step, budget in asks.budgets if step > 2} == {60}
+
+
+class SaveAndStop(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("stop", [4, 6, 8])
+def test_the_change_survives_a_restart_unless_the_option_was_changed(stop: int, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    whole, _, _ = train({})
+    stopped, _, _ = train({2: 12}, SaveAndStop(stop, path))
+    for option, budget in ((26, 12), (40, 40)):
+        resumed, asks, used = train({}, checkpoint=path, options={"max_tokens": option})
+        assert {given for _, given in asks.budgets} == {budget}
+        assert used.global_step == asks.estimated_steps == 12
+        assert resumed.layer.weight.item() == pytest.approx(whole.layer.weight.item(), rel=1e-6)
+        for epoch in (0, 1):
+            assert sorted(samples_of(stopped, epoch) + samples_of(resumed, epoch)) == list(range(24))
+
+
+def train_ranks(strategy: str, folder: Path) -> list[Any]:
+    """Rank 0 uses the command while the job runs; rank 1 never hears of it by itself."""
+
+    def ask(trainer: Any, asked: int) -> None:
+        log_dir = trainer.log_dir
+        if trainer.is_global_zero:
+            main(["set-max-tokens", str(asked), "--run", log_dir])
+
+    model, asks, used = train(
+        {1: 12}, place=(strategy, 2), ask=ask, logger=CSVLogger(folder), log_every_n_steps=4, num_workers=1
+    )
+    return gather_objects((model.served, model.epochs, asks.budgets, model.gradients, used.global_step))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_all_ranks_change_after_the_same_step(strategy: str, tmp_path: Path) -> None:
+    whole, _, _ = train({})
+    ranks = run_ranks(train_ranks, 2, strategy, tmp_path, timeout_s=120)[0]
+    assert ranks[0][2] == ranks[1][2]
+    assert dict(ranks[0][2]) == {step: 26 if step < 4 else 12 for step in range(12)}
+    for epoch in (0, 1):
+        samples = [
+            s
+            for served, epochs, *_ in ranks
+            for batch, e in zip(served, epochs, strict=True)
+            if e == epoch
+            for s in batch
+        ]
+        assert set(samples) == set(range(24))
+    for rank in ranks:
+        assert rank[3] == pytest.approx(whole.gradients, rel=1e-6)
+        assert rank[4] == 12
