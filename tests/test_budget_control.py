@@ -1,4 +1,4 @@
-"""The token budget of a running job changes on all ranks after the same step; samples and gradients stay what they are."""
+"""The token budget of a running job changes on all ranks after the same step; samples and gradients stay the same."""
 
 from __future__ import annotations
 
