@@ -6,6 +6,7 @@ Verified with Lightning 2.6.6; ``tests/test_lightning_internals.py`` fails clear
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -80,40 +81,112 @@ def restart_train_iterator(trainer: Trainer, num_fetched: int = 0) -> None:
     fetcher.fetched = num_fetched
 
 
-def rewind_batches(checkpoint: dict[str, Any], num_batches: int) -> None:
-    """Make the epoch of a checkpoint that is about to be saved continue ``num_batches`` earlier.
+@dataclass(frozen=True, kw_only=True)
+class LoopPlace:
+    """Where the loops go on from a checkpoint.
 
-    Missing: a checkpoint inside an accumulation window goes on behind micro-batches whose gradients it does not hold.
+    Attributes:
+        epoch: the epoch that goes on.
+        num_batches: batches of it that are done; none: the epoch begins with all its hooks.
+        num_undone: batches that the loop has done beyond them, which will run again.
+        is_last: the epoch has no batch left, but its end is still to come.
+        is_validation_due: the loop validates after ``num_batches``.
+        is_validated: it has done so.
+        num_logged_steps: optimizer steps as loggers count them.
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        num_done = counts["processed"] - num_batches
-        counts.update(ready=num_done, started=num_done, processed=num_done, completed=num_done)
+
+    epoch: int
+    num_batches: int = 0
+    num_undone: int = 0
+    is_last: bool = False
+    is_validation_due: bool = False
+    is_validated: bool = False
+    num_logged_steps: int
 
 
-def reopen_epoch(checkpoint: dict[str, Any]) -> None:
-    """Make a checkpoint that is about to be saved continue inside its epoch, although the loop left it.
+def continue_at(checkpoint: dict[str, Any], place: LoopPlace) -> None:
+    """Make the loops of a checkpoint that is about to be saved go on at ``place``.
 
-    Missing: a run that ends by ``max_steps`` in the middle of an epoch counts the epoch as finished, and goes on at the
-    same batch index of the next one. A batch that is rewound was perhaps the epoch's last one.
+    Missing: a checkpoint is exact only where ``ModelCheckpoint`` saves during an epoch. Inside an accumulation window
+    it goes on behind micro-batches whose gradients it does not hold; before a validation it forgets the validation,
+    before an epoch's end the end, in ``on_train_epoch_start`` the epoch; a run that ends by ``max_steps`` counts the
+    epoch as finished.
+
+    The counts are those that the loops read as these places: an epoch that goes on is started, not processed; behind a
+    batch whose end is not completed no validation follows; one batch of validation that was started, but not
+    processed, makes validation run again. The loop counts the step of its last batch once more, for the loggers.
     """
     loops = checkpoint["loops"]["fit_loop"]
-    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
-    for counts in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
-        if counts["processed"] == counts["ready"]:
-            counts.update(processed=counts["ready"] - 1, completed=counts["ready"] - 1)
+    has_begun, validates = place.num_batches > 0, place.is_validation_due and not place.is_validated
+    is_behind_a_batch = has_begun and not (place.is_last or validates)
+    for counts in loops["epoch_progress"].values():
+        _set_counts(counts, place.epoch + has_begun, place.epoch, place.epoch)
+    batches = loops["epoch_loop.batch_progress"]
+    batches["is_last_batch"] = place.is_last
+    num_done_in_all = batches["total"]["processed"] - place.num_undone
+    for counts, num_done in ((batches["total"], num_done_in_all), (batches["current"], place.num_batches)):
+        _set_counts(counts, num_done, num_done, num_done - is_behind_a_batch)
+    validation = loops["epoch_loop.val_loop.batch_progress"]
+    for counts in (validation["total"], validation["current"]):
+        _set_counts(counts, int(validates), 0, 0)
+    counts_again = has_begun and (not place.is_last or place.is_validation_due)
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = place.num_logged_steps - counts_again
 
 
-def begin_next_epoch(checkpoint: dict[str, Any]) -> None:
-    """Make a checkpoint that is about to be saved after its epoch was completed begin the next one at its first batch.
+def _set_counts(counts: dict[str, int], started: int, processed: int, completed: int) -> None:
+    counts.update(ready=started, started=started, processed=processed, completed=completed)
 
-    Missing: a run with ``max_steps`` continues at the batch index that a completed epoch ended with, in the next epoch.
+
+def begin_restarted_epoch(trainer: Trainer) -> None:
+    """Do not treat the epoch that a restarted run begins as one that goes on.
+
+    Missing: with ``max_steps`` every run with a checkpoint counts as restarting inside an epoch.
     """
-    loops = checkpoint["loops"]["fit_loop"]
-    epochs = loops["epoch_progress"]["current"]
-    if epochs["completed"] == epochs["ready"]:
-        loops["epoch_loop.batch_progress"]["current"].update(ready=0, started=0, processed=0, completed=0)
-        loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+def has_begun(trainer: Trainer, epoch: int) -> bool:
+    """Whether ``epoch`` has left ``on_train_epoch_start`` behind; missing: public access to the loop's progress."""
+    return trainer.fit_loop.epoch_progress.current.started > epoch  # type: ignore[attr-defined, no-any-return]
+
+
+def has_processed(trainer: Trainer, epoch: int) -> bool:
+    """Whether the loop has left the batches of ``epoch``, as from ``on_train_epoch_end``; missing: public access."""
+    return trainer.fit_loop.epoch_progress.current.processed > epoch  # type: ignore[attr-defined, no-any-return]
+
+
+def is_ending_batch(trainer: Trainer) -> bool:
+    """Whether a batch is done, but the hooks of its end are not; missing: public access to the loop's progress."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batches.completed < batches.processed  # type: ignore[attr-defined, no-any-return]
+
+
+def validates_after(trainer: Trainer, num_batches: int, num_batches_in_all: int) -> bool:
+    """Whether the loop validates after so many batches of the epoch, and of all epochs.
+
+    Missing: a public form of the loop's rule. A trainer that validates by the clock does so at no given batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if trainer._val_check_time_interval is not None or not loop._should_check_val_epoch():  # type: ignore[attr-defined]
+        return False
+    counted = num_batches_in_all if trainer.check_val_every_n_epoch is None else num_batches
+    assert trainer.val_check_batch is not None  # only with a clock
+    return counted % trainer.val_check_batch == 0
+
+
+def skip_next_validation(trainer: Trainer) -> None:
+    """Do not validate after the batch that is ending; missing: a public way to tell that it has been done."""
+    trainer.fit_loop.epoch_loop._skip_next_val = True
+
+
+def num_logged_steps(trainer: Trainer) -> int:
+    """Optimizer steps as loggers count them, without that of a batch that is not over; missing: public access."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def num_batches_in_all(trainer: Trainer) -> int:
+    """Batches of all epochs whose backward is done; missing: public access to the loop's progress."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)  # type: ignore[attr-defined]
 
 
 def is_restarting(trainer: Trainer) -> bool:

@@ -15,6 +15,7 @@ from lightning_balance.budget_control import BudgetControl
 from lightning_balance.checks import check_trainer
 from lightning_balance.fitting import BalancedFit, Place
 from lightning_balance.monitor import RunMonitor
+from lightning_balance.restart import checkpoint_state, loop_place
 from lightning_balance.settings import HasBalanceSettings
 from lightning_balance.summary import print_summary
 from lightning_balance.validation import check_positive_int
@@ -175,6 +176,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if isinstance(outputs, dict) and "loss" in outputs:
             # The trainer divided it by the value that made this window; others know the trainer's own.
             outputs["loss"] = outputs["loss"] * (trainer.accumulate_grad_batches / self._fit.factory.accumulation)
+        if self._fit.was_validated(batch_idx + 1):
+            _lightning.skip_next_validation(trainer)
         if not self._place.is_last:
             return
         self._monitor.end_step(self._place)
@@ -192,11 +195,15 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
+        if self._fit is not None:
+            self._fit.is_validating = not trainer.sanity_checking
         if self._monitor is not None:
             self._monitor.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock go on."""
+        if self._fit is not None:
+            self._fit.is_validating = False
         if self._monitor is not None:
             self._monitor.resume()
 
@@ -253,18 +260,11 @@ class BalanceCallback(HasBalanceSettings, Callback):
     # Not state_dict: Lightning refuses two callbacks of one class that have it, in words that do not say what is wrong.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save where the run stands; inside an accumulation window, at the window's beginning."""
+        """Save where the run goes on: inside an accumulation window, at the window's beginning."""
         if self._fit is None or not self._fit.has_loader:
             return
-        checkpoint[CHECKPOINT_KEY] = self._fit.state()
-        position = _lightning.num_batches_done(trainer)
-        num_batches = self._fit.num_batches_into_step(position)
-        if num_batches:
-            _lightning.rewind_batches(checkpoint, num_batches)
-        if 0 < position < self._fit.num_batches_of_epoch:
-            _lightning.reopen_epoch(checkpoint)
-        elif position:
-            _lightning.begin_next_epoch(checkpoint)
+        checkpoint[CHECKPOINT_KEY] = checkpoint_state(self._fit)
+        _lightning.continue_at(checkpoint, loop_place(self._fit))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue in the middle of the saved epoch, without replaying it; ranks and options may be others."""

@@ -67,6 +67,7 @@ class BalancedFit:
 
     Attributes:
         factory: ranks, synchronisation and the user's loader.
+        is_validating: a validation has begun and not ended.
     """
 
     def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
@@ -79,6 +80,8 @@ class BalancedFit:
         self._steps_before: tuple[int, int] | None = None
         self._given_max_tokens: int | None = None
         self._changed_max_tokens: int | None = None
+        self._validated = 0, 0
+        self.is_validating = False
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -118,9 +121,15 @@ class BalancedFit:
         self._announce_steps()
         return with_batch_sampler(loader, sampler)
 
+    @property
+    def position(self) -> int:
+        """Micro-batches per rank of the sampler's epoch whose backward is done."""
+        has_begun = _lightning.has_begun(self.trainer, self.sampler.epoch)
+        return _lightning.num_batches_done(self.trainer) if has_begun else 0
+
     def state(self) -> dict[str, Any]:
         """Where the run stands, as :meth:`BalancedBatchSampler.load_state_dict` reads it; at a step's beginning."""
-        position = _lightning.num_batches_done(self.trainer)
+        position = self.position
         return {
             **self.sampler.state_at(position - self.num_batches_into_step(position)),
             "num_micro_batches": self.num_batches_of_epoch,
@@ -171,6 +180,7 @@ class BalancedFit:
         self.factory.check_same_place(self.sampler, num_done)
         if restored is not None and epoch == restored["epoch"]:
             self._tell_changes(restored)
+            self._validated = epoch, restored["validated"] if restored["digest"] == self.sampler.plan.digest else 0
         if is_restarting or restored is not None or self.sampler.begun not in (None, (epoch, 0)):
             _lightning.restart_train_iterator(self.trainer)
         if is_restarting and finished_an_epoch:
@@ -178,6 +188,8 @@ class BalancedFit:
             # length, which has to be the old epoch's until the first batch of the new one.
             _lightning.set_epoch_length(self.trainer, num_done)
             self._length_is_stale = True
+        if is_restarting and not num_done:
+            _lightning.begin_restarted_epoch(self.trainer)
         if is_restarting:
             self.trainer.accumulate_grad_batches = BetweenWindows(self._count_steps)
 
@@ -270,6 +282,11 @@ class BalancedFit:
         step_plan = plan.step(step)
         num_left = int(self.trainer.num_training_batches) - (batch_index - slot)
         return Place(plan=step_plan, slot=slot, num_slots=min(step_plan.num_slots, num_left))
+
+    def was_validated(self, num_batches: int) -> bool:
+        """Whether a validation after so many batches of the epoch ended before the restart, inside a step."""
+        epoch, num_validated = self._validated
+        return epoch == self.sampler.epoch and num_batches <= num_validated
 
     def open_window(self, place: Place, batch_index: int) -> bool:
         """Set the trainer's accumulation for this micro-batch; True if gradients have to be zeroed by hand."""

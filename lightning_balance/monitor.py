@@ -137,7 +137,12 @@ class RunMonitor:
         return self.pad_efficiency.update_called
 
     def epoch_values(self) -> dict[str, float | Tensor]:
-        """Values of the whole epoch over all ranks, under names ending in ``_epoch``. A collective call."""
+        """Values of the epoch over all ranks, under names ending in ``_epoch``. A collective call.
+
+        They cover what this process did of the epoch; none where it only ended one that was trained before a restart.
+        """
+        if not self.pad_efficiency.update_called:
+            return {}
         self.peak_memory.update()
         values = {"pad_efficiency": self.pad_efficiency.compute(), "cost_spread": self.cost_spread.compute()}
         values.update(self._peak())

@@ -178,17 +178,121 @@ def test_batches_done_count_the_epochs_backwards() -> None:
     assert before.found["on_train_batch_end"] == [1, 2, 3, 1, 2, 3], "batch_progress.current.processed moved"
 
 
-def test_a_rewound_checkpoint_continues_earlier(tmp_path: Path) -> None:
-    class Rewinds(Callback):
-        def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-            _lightning.rewind_batches(checkpoint, 1)
+def test_progress_says_what_is_done_of_epochs_and_batches() -> None:
+    reads = {
+        "begun": lambda trainer: _lightning.has_begun(trainer, trainer.current_epoch),
+        "processed": lambda trainer: _lightning.has_processed(trainer, trainer.current_epoch),
+        "ending": _lightning.is_ending_batch,
+        "steps": _lightning.num_logged_steps,
+        "batches": _lightning.num_batches_in_all,
+    }
+    hooks = ("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+    at = At(**{hook: lambda trainer: {name: read(trainer) for name, read in reads.items()} for hook in hooks})
+    fit(at, num_samples=2, max_epochs=2)
+    second_epoch = {hook: at.found[hook][len(at.found[hook]) // 2] for hook in hooks}
+    begun = {"begun": True, "processed": False, "ending": False, "steps": 2, "batches": 2}
+    assert second_epoch == {
+        "on_train_epoch_start": {**begun, "begun": False},
+        "on_train_batch_start": begun,
+        "on_train_batch_end": {**begun, "ending": True, "batches": 3},
+        "on_train_epoch_end": {**begun, "processed": True, "steps": 4, "batches": 4},
+    }, "fit_loop.epoch_progress, epoch_loop.batch_progress or _batches_that_stepped moved"
 
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    fit(saver, Rewinds(), num_samples=6, enable_checkpointing=True)
-    first = At(on_train_batch_start=lambda trainer: trainer.fit_loop.epoch_loop.batch_idx)
-    counts = At(on_train_batch_start=_lightning.num_batches_done)
-    fit(first, counts, num_samples=6, ckpt_path=tmp_path / "step=4.ckpt")
-    assert counts.found["on_train_batch_start"][0] == 3, "batch_progress in the checkpoint's loops moved"
+
+class HookOrder(Callback):
+    """Names of hooks in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        for name in ("train_epoch_start", "train_batch_start", "validation_start", "train_epoch_end"):
+            setattr(self, f"on_{name}", self._recorder(name))
+
+    def _recorder(self, name: str) -> Any:
+        return lambda trainer, *arguments: self.order.append(name)
+
+
+def validated_fit(*callbacks: Callback, **arguments: Any) -> None:
+    data = loader(equal_samples([1] * 6), 1)
+    own = {"val_check_interval": 3, "num_sanity_val_steps": 0, **arguments}
+    ckpt_path = own.pop("ckpt_path", None)
+    trainer(callbacks=list(callbacks), **own).fit(ScalarModel(), data, data, ckpt_path=ckpt_path)
+
+
+Place = _lightning.LoopPlace
+EPOCH_1 = ["train_epoch_start", *["train_batch_start"] * 3, "validation_start"]
+
+
+@pytest.mark.parametrize(("place", "order"), [
+    (Place(epoch=0, num_batches=2, num_undone=1, num_logged_steps=2), ["train_batch_start", "validation_start"]),
+    (Place(epoch=0, num_batches=3, is_validation_due=True, num_logged_steps=3), ["validation_start"]),
+    (
+        Place(epoch=0, num_batches=3, is_validation_due=True, is_validated=True, num_logged_steps=3),
+        [*["train_batch_start"] * 3, "validation_start", "train_epoch_end"],
+    ),
+    (
+        Place(epoch=0, num_batches=6, is_last=True, is_validation_due=True, num_logged_steps=6),
+        ["validation_start", "train_epoch_end", *EPOCH_1],
+    ),
+    (
+        Place(epoch=0, num_batches=6, is_last=True, is_validation_due=True, is_validated=True, num_logged_steps=6),
+        ["train_epoch_end", *EPOCH_1],
+    ),
+    (Place(epoch=1, num_logged_steps=6), EPOCH_1),
+], ids=["rewound", "before validation", "after it", "before the last", "after the last", "an epoch"])  # fmt: skip
+def test_a_checkpoint_goes_on_where_it_says(place: _lightning.LoopPlace, order: list[str], tmp_path: Path) -> None:
+    class Edits(Callback):
+        def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+            _lightning.continue_at(checkpoint, place)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    validated_fit(saver, Edits(), enable_checkpointing=True, max_epochs=1)
+    found = HookOrder()
+    steps = At(on_train_batch_end=lambda trainer: (trainer.current_epoch, _lightning.num_logged_steps(trainer)))
+    path = tmp_path / ("step=6.ckpt" if place.is_last or place.epoch else "step=3.ckpt")
+    validated_fit(found, steps, max_epochs=2, ckpt_path=path)
+    assert found.order[: len(order)] == order, "the loops read the progress of a checkpoint otherwise"
+    assert steps.found["on_train_batch_end"][0] == (
+        place.epoch + place.is_last,
+        place.num_logged_steps,
+    ), "the loops count steps for loggers otherwise when they restart"
+
+
+def test_a_run_with_max_steps_can_begin_an_epoch(tmp_path: Path) -> None:
+    class Edits(Callback):
+        def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+            _lightning.continue_at(checkpoint, Place(epoch=1, num_logged_steps=6))
+
+    saver = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True, filename="{step}")
+    validated_fit(saver, Edits(), enable_checkpointing=True, max_epochs=1)
+    steps = At(on_train_start=_lightning.begin_restarted_epoch, on_train_batch_end=_lightning.num_logged_steps)
+    validated_fit(steps, max_epochs=-1, max_steps=9, ckpt_path=tmp_path / "step=6.ckpt")
+    assert steps.found["on_train_batch_end"] == [6, 7, 8], "epoch_loop.restarting does not decide this any more"
+
+
+@pytest.mark.parametrize("arguments", [
+    {}, {"val_check_interval": 4}, {"val_check_interval": 0.5}, {"check_val_every_n_epoch": 2},
+    {"limit_val_batches": 0}, {"val_check_interval": 4, "check_val_every_n_epoch": None},
+], ids=str)  # fmt: skip
+def test_validation_comes_where_it_is_expected(arguments: dict[str, Any]) -> None:
+    class Expects(Callback):
+        def __init__(self) -> None:
+            self.expected: list[int] = []
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            in_all = _lightning.num_batches_in_all(trainer)
+            if _lightning.validates_after(trainer, batch_idx + 1, in_all):
+                self.expected.append(in_all)
+
+    expects = Expects()
+    validations = At(on_validation_start=_lightning.num_batches_in_all)
+    validated_fit(expects, validations, max_epochs=2, **arguments)
+    assert expects.expected == validations.found["on_validation_start"], "epoch_loop._should_check_val_fx moved"
+
+
+def test_a_validation_can_be_skipped() -> None:
+    validations = At(on_validation_start=_lightning.num_batches_in_all)
+    validated_fit(validations, At(on_train_batch_end=_lightning.skip_next_validation))
+    assert not validations.found["on_validation_start"], "epoch_loop._skip_next_val moved"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
