@@ -170,8 +170,7 @@ class StepWeights:
         elif num_samples == 0:
             units = 0.0
         else:
-            units = self._count(batch)
-            self._counted_units[slot] = units
+            units = self._counted_units[slot] = _exact(self._count(batch))
         return units * loss_scale(
             1.0, num_ranks=self.num_ranks, accumulation=accumulation, total_units=self._planned_units
         )
@@ -180,3 +179,8 @@ class StepWeights:
         """Factor that turns planned units into the counted ones of all ranks; a collective call."""
         total = sum_over_ranks(sum(self._counted_units.values()), device, group)
         return self._planned_units / total if total else 0.0
+
+
+def _exact(units: float | int | Tensor) -> float | int | Tensor:
+    """Units in double precision, where the device has it: an integer tensor times a float would be a single."""
+    return units.double() if isinstance(units, Tensor) and units.device.type != "mps" else units

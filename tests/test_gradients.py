@@ -275,3 +275,21 @@ def test_a_user_function_counts_the_units() -> None:
     trainer(callbacks=[callback]).fit(model, loader(data, 1))
     assert model.gradients == pytest.approx([4.0])
     assert IGNORED < 0
+
+
+class DoubleModel(ScalarModel):
+    """Trains in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__("token_mean")
+        self.double()
+
+    def token_losses(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().token_losses({"x": batch["x"].double()})
+
+
+@pytest.mark.parametrize("options", CUTS, ids=str)
+def test_gradients_in_double_precision_are_exact_to_it(options: dict[str, Any]) -> None:
+    data = TokenDataset([[1.0] * length for length in (1, 2, 3, 3, 5, 6)])
+    model = fit(data, "single", 1, model=DoubleModel(), batch_size=3, accumulate=2, **options)
+    assert model.gradients == pytest.approx([1.0] * len(model.gradients), rel=1e-14)
