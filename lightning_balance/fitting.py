@@ -17,7 +17,7 @@ from lightning_balance.plan import StepPlan
 from lightning_balance.sampler import BalancedBatchSampler
 from lightning_balance.sampler_factory import SamplerFactory
 from lightning_balance.settings import BalanceSettings
-from lightning_balance.windows import BetweenWindows, batch_role
+from lightning_balance.windows import Accumulation, BetweenWindows, batch_role
 
 MAX_EPOCHS_COUNTED = 64
 """Steps of so many epochs are counted one by one for ``estimated_stepping_batches``; more epochs are extrapolated."""
@@ -294,7 +294,7 @@ class BalancedFit:
             self.trainer.accumulate_grad_batches = self.factory.accumulation
             return False
         role = batch_role(batch_index, place.slot, place.num_slots)
-        self.trainer.accumulate_grad_batches = role.accumulation
+        self.trainer.accumulate_grad_batches = Accumulation(role.accumulation, self._count_steps)
         return role.zero_grad
 
     def close(self) -> None:

@@ -59,49 +59,68 @@ def batch_role(batch_index: int, slot: int, num_slots: int) -> BatchRole:
     return BatchRole(accumulation=batch_index)  # zeroes, and (b + 1) % b == 1 does not step
 
 
-class BetweenWindows(int):
-    """Value of ``trainer.accumulate_grad_batches`` while no window is open: 1, which answers for all windows.
+class Accumulation(int):
+    """A value of ``trainer.accumulate_grad_batches`` that knows the optimizer steps of all epochs.
 
     ``Trainer.estimated_stepping_batches`` is ``ceil(num_batches / accumulate_grad_batches) * max_epochs``, which no
     number makes right when epochs have different numbers of steps (PL#19684, PL#12894). Dividing by this one gives the
-    steps of any number of epochs, counted when somebody asks. As the number 1 it says that nothing is being
-    accumulated, which a loop that restarts at a window's beginning has to know.
+    steps of any number of epochs, counted when somebody asks, in whichever hook. In all else it is its value.
 
     Args:
+        value: the number.
         count_steps: optimizer steps in so many epochs.
 
     Example:
         >>> import math
-        >>> accumulate = BetweenWindows(lambda num_epochs: [0, 2, 5, 9][num_epochs])
-        >>> accumulate == 1, math.ceil(7 / accumulate) * 3
-        (True, 9)
+        >>> accumulate = Accumulation(3, lambda num_epochs: [0, 2, 5, 9][num_epochs])
+        >>> 6 % accumulate, 7 / accumulate > 2, math.ceil(7 / accumulate) * 3
+        (0, True, 9)
     """
 
     _count_steps: Callable[[int], int]
 
+    def __new__(cls, value: int, count_steps: Callable[[int], int]) -> Accumulation:
+        """Make the number that knows the steps."""
+        self = super().__new__(cls, value)
+        self._count_steps = count_steps
+        return self
+
+    def __rtruediv__(self, num_batches: int) -> _StepsPerEpoch:
+        return _StepsPerEpoch(num_batches / int(self), self._count_steps)
+
+
+class BetweenWindows(Accumulation):
+    """Value of ``trainer.accumulate_grad_batches`` while no window is open: the 1 that knows the steps.
+
+    As the number 1 it says that nothing is being accumulated, which a loop that restarts at a window's beginning has to
+    know.
+
+    Args:
+        count_steps: optimizer steps in so many epochs.
+    """
+
     def __new__(cls, count_steps: Callable[[int], int]) -> BetweenWindows:
         """Make the number 1 that knows the steps."""
-        self = super().__new__(cls, 1)
+        return super().__new__(cls, 1, count_steps)  # type: ignore[return-value]
+
+
+class _StepsPerEpoch(float):
+    """What ``num_batches / accumulate_grad_batches`` would be, if it were the same in every epoch."""
+
+    _count_steps: Callable[[int], int]
+
+    def __new__(cls, quotient: float, count_steps: Callable[[int], int]) -> _StepsPerEpoch:
+        self = super().__new__(cls, quotient)
         self._count_steps = count_steps
         return self
 
-    def __rtruediv__(self, num_batches: int) -> _StepsPerEpoch:  # type: ignore[misc, override]
-        return _StepsPerEpoch(self._count_steps)
-
-
-class _StepsPerEpoch:
-    """What ``ceil(num_batches / accumulate_grad_batches)`` would be, if it were the same in every epoch."""
-
-    def __init__(self, count_steps: Callable[[int], int]) -> None:
-        self._count_steps = count_steps
-
-    def __ceil__(self) -> _StepsPerEpoch:
+    def __ceil__(self) -> _StepsPerEpoch:  # type: ignore[override]
         return self
 
-    def __mul__(self, num_epochs: int) -> int:
+    def __mul__(self, num_epochs: int) -> int:  # type: ignore[override]
         return self._count_steps(num_epochs)
 
-    def __rmod__(self, global_step: int) -> int:
+    def __rmod__(self, global_step: int) -> int:  # type: ignore[override]
         # A restarting loop asks whether the checkpoint was saved at an epoch's end, and if not warns that the loader
         # cannot resume in the middle of one. This one can.
         return 0

@@ -6,10 +6,11 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_balance.windows import BetweenWindows, batch_role
+from lightning_balance.windows import Accumulation, BetweenWindows, batch_role
 
 
 def walk(windows: list[int]) -> tuple[list[int], list[int]]:
@@ -64,12 +65,24 @@ def test_a_slot_outside_of_its_window_is_refused(batch: int, slot: int, window: 
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 10_000))
-def test_between_windows_a_trainer_estimates_the_steps_of_all_epochs(steps_per_epoch: list[int], batches: int) -> None:
-    accumulate = BetweenWindows(lambda num_epochs: sum(steps_per_epoch[:num_epochs]))
-    num_epochs = len(steps_per_epoch)
-    estimate = math.ceil(batches / accumulate) * num_epochs  # as Trainer.estimated_stepping_batches computes it
-    assert estimate == sum(steps_per_epoch)
-    assert type(estimate) is int
+def test_a_trainer_estimates_the_steps_of_all_epochs_at_any_time(steps_per_epoch: list[int], batches: int) -> None:
+    def count_steps(num_epochs: int) -> int:
+        return sum(steps_per_epoch[:num_epochs])
+
+    for accumulate in (BetweenWindows(count_steps), Accumulation(1, count_steps), Accumulation(7, count_steps)):
+        num_epochs = len(steps_per_epoch)
+        estimate = math.ceil(batches / accumulate) * num_epochs  # as Trainer.estimated_stepping_batches computes it
+        assert estimate == sum(steps_per_epoch)
+        assert type(estimate) is int
+
+
+@given(st.integers(1, 20), st.integers(0, 10_000))
+def test_in_all_else_an_accumulation_is_its_value(value: int, batches: int) -> None:
+    accumulate = Accumulation(value, lambda num_epochs: num_epochs)
+    assert accumulate == value
+    assert (batches % accumulate, batches // accumulate) == (batches % value, batches // value)
+    assert int(batches / accumulate) == int(batches / value)
+    assert float(torch.tensor(float(batches)) / accumulate) == float(torch.tensor(float(batches)) / value)
 
 
 def test_between_windows_nothing_is_accumulated() -> None:
