@@ -199,6 +199,14 @@ def finished_an_epoch(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the epoch runs without backward and steps, for the batch norm statistics of averaged weights.
+
+    Missing: a public form; ``StochasticWeightAveraging`` adds such an epoch, and sets the accumulation for it.
+    """
+    return trainer.fit_loop._skip_backward
+
+
 def num_batches_done(trainer: Trainer) -> int:
     """Batches of the current epoch whose backward is done; missing: public access to the loop's progress."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # type: ignore[attr-defined]

@@ -136,14 +136,17 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Find the micro-batch's place in its optimizer step, and begin the step's weights."""
         if self._fit is None or self._weights is None:
             return
+        if _lightning.skips_backward(trainer):
+            self._place = None  # nothing to weigh, and no windows: the loop steps once at the end, with what is left
+            self._zero_gradients(trainer, pl_module, batch_idx)
+            return
         self._batch, self._place = batch, self._fit.place(batch_idx)
         if self._is_first_batch:
             self._is_first_batch = False
             self._warn_of_ignored_labels(batch)
             self._warn_of_other_lengths(batch, self._place)
         if self._fit.open_window(self._place, batch_idx):
-            for optimizer in trainer.optimizers:
-                pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+            self._zero_gradients(trainer, pl_module, batch_idx)
         if self._place.is_first:
             self._weights.begin(num_samples=self._place.num_samples, num_tokens=self._place.real_tokens)
 
@@ -162,7 +165,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Correct the gradients by the units that were counted, before they are clipped."""
-        if self._weights is not None and self._weights.needs_correction:
+        if self._weights is not None and self._place is not None and self._weights.needs_correction:
             factor = self._weights.correction(pl_module.device, _lightning.data_parallel_group(trainer))
             scale_gradients(pl_module.parameters(), factor)
 
@@ -232,6 +235,10 @@ class BalanceCallback(HasBalanceSettings, Callback):
                 " max_tokens to BalanceCallback"
             )
         self._control.request(max_tokens)
+
+    def _zero_gradients(self, trainer: Trainer, pl_module: LightningModule, batch_idx: int) -> None:
+        for optimizer in trainer.optimizers:
+            pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
 
     def _warn_of_ignored_labels(self, batch: Any) -> None:
         labels = find_labels(batch, self.settings.label_key)

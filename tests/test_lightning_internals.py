@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader
@@ -197,6 +197,18 @@ def test_progress_says_what_is_done_of_epochs_and_batches() -> None:
         "on_train_batch_end": {**begun, "ending": True, "batches": 3},
         "on_train_epoch_end": {**begun, "processed": True, "steps": 4, "batches": 4},
     }, "fit_loop.epoch_progress, epoch_loop.batch_progress or _batches_that_stepped moved"
+
+
+def test_the_pass_for_batch_norm_statistics_says_that_it_skips_backward() -> None:
+    class Normalized(ScalarModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(1)
+
+    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    starts = At(on_train_batch_start=_lightning.skips_backward)
+    fit(averaging, starts, model=Normalized(), num_samples=2, max_epochs=2)
+    assert starts.found["on_train_batch_start"] == [False] * 4 + [True] * 2, "fit_loop._skip_backward moved"
 
 
 class HookOrder(Callback):
