@@ -29,8 +29,40 @@ def intercept_train_dataloader(trainer: Trainer, transform: LoaderTransform) -> 
 
 
 def release_train_dataloader(trainer: Trainer) -> None:
-    """Undo :func:`intercept_train_dataloader`; nothing if there was none."""
+    """Undo :func:`intercept_train_dataloader` and :func:`accept_short_epochs`; nothing if there was none."""
     trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
+    trainer.fit_loop.__dict__.pop("setup_data", None)
+
+
+def accept_short_epochs(trainer: Trainer) -> None:
+    """Let epochs after a run's first one be shorter than ``val_check_interval``, or a share of them less than a batch.
+
+    Missing: epochs of different lengths. The loop checks every loader that it requests as if all epochs were as long as
+    the coming one: with ``reload_dataloaders_every_n_epochs``, and after a restart, a short epoch would end the run.
+    The first loader of a new run is checked as ever. Call it after :func:`intercept_train_dataloader`.
+    """
+    loop, source = trainer.fit_loop, trainer.fit_loop._data_source
+    request = source.dataloader
+
+    def dataloader() -> Any:
+        loader = request()
+        if trainer.current_epoch > 0 or trainer.ckpt_path is not None:
+            trainer.limit_train_batches = num_batches = limited_num_batches(trainer, len(loader))
+            if _is_validated_by_count(trainer) and trainer.val_check_interval > num_batches:
+                trainer.val_check_interval = 1.0  # at its end
+        return loader
+
+    def setup_data() -> None:
+        limit, interval = trainer.limit_train_batches, None if _is_timed(trainer) else trainer.val_check_interval
+        try:
+            type(loop).setup_data(loop)
+        finally:
+            trainer.limit_train_batches = limit
+            if interval is not None:
+                trainer.val_check_interval = interval
+
+    source.dataloader = dataloader  # type: ignore[method-assign]
+    loop.setup_data = setup_data  # type: ignore[method-assign]
 
 
 def forget_train_dataloader(trainer: Trainer) -> None:
@@ -48,15 +80,25 @@ def set_epoch_length(trainer: Trainer, num_batches: int) -> None:
     assert loop._combined_loader is not None
     loop._combined_loader.limits = [num_batches]
     loop.max_batches = num_batches
-    is_timed = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
-    if is_timed:
-        return  # a trainer with a clock has no interval
-    if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
+    if _is_timed(trainer):
+        return
+    if _is_validated_by_count(trainer):
         trainer.val_check_batch = min(
             trainer.val_check_interval, num_batches
         )  # a shorter epoch is validated at its end
     elif isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+
+
+def _is_timed(trainer: Trainer) -> bool:
+    """Whether validation goes by the clock; the trainer then has no ``val_check_interval``."""
+    return trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+
+
+def _is_validated_by_count(trainer: Trainer) -> bool:
+    """Whether validation comes after every so many batches of an epoch."""
+    is_counted = not _is_timed(trainer) and isinstance(trainer.val_check_interval, int)
+    return is_counted and trainer.check_val_every_n_epoch is not None
 
 
 def limited_num_batches(trainer: Trainer, num_batches: int) -> int:

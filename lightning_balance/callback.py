@@ -100,6 +100,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
             ignore_index=self.settings.ignore_index,
         )
         _lightning.intercept_train_dataloader(trainer, fit.balance)
+        _lightning.accept_short_epochs(trainer)
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         num_callbacks = sum(isinstance(callback, BalanceCallback) for callback in _lightning.callbacks(trainer))

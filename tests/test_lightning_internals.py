@@ -80,6 +80,7 @@ def test_a_released_data_source_is_the_trainers_own_again() -> None:
     run = trainer()
     _lightning.release_train_dataloader(run)  # nothing to undo is no error
     _lightning.intercept_train_dataloader(run, lambda original: pytest.fail("was released"))
+    _lightning.accept_short_epochs(run)
     _lightning.release_train_dataloader(run)
     model = ScalarModel()
     run.fit(model, loader(equal_samples([1] * 3), 1))
@@ -141,6 +142,50 @@ def test_limits_are_those_of_the_loop(limit: float, expected: int) -> None:
     assert _lightning.limited_num_batches(trainer(limit_train_batches=limit), 10) == expected
     if expected:
         assert len(fit(num_samples=10, limit_train_batches=limit).served) == expected
+
+
+class OtherLoaders(ScalarModel):
+    """Loaders of 3, 5 and 2 batches in epochs 0, 1 and 2."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(equal_samples([1] * (3, 5, 2)[self.trainer.current_epoch]), 1)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(equal_samples([1]), 1)
+
+
+SHORT_EPOCHS = [
+    ({"val_check_interval": 3}, "must be less than or equal to the number of the training batches", [3, 5, 2], 3),
+    ({"limit_train_batches": 0.4}, "0.4 \\* 2 < 1", [1, 2, 1], 3),
+    ({"val_check_interval": 3, "check_val_every_n_epoch": None}, None, [3, 5, 2], 3),
+    ({"val_check_interval": "01:00:00:00"}, None, [3, 5, 2], 0),
+]
+
+
+@pytest.mark.parametrize(("arguments", "refusal", "lengths", "num_validations"), SHORT_EPOCHS)
+def test_epochs_after_the_first_may_be_short(
+    arguments: dict[str, Any], refusal: str | None, lengths: list[int], num_validations: int
+) -> None:
+    def fit(*callbacks: Callback) -> OtherLoaders:
+        model = OtherLoaders()
+        reloads = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}
+        trainer(callbacks=list(callbacks), **reloads, **arguments).fit(model)
+        return model
+
+    if refusal:
+        with pytest.raises(Exception, match=refusal):  # else accept_short_epochs is not needed any more
+            fit()
+    model = fit(At(setup=_lightning.accept_short_epochs))
+    assert [model.epochs.count(epoch) for epoch in range(3)] == lengths
+    assert model.num_validations == num_validations
+    if "01:00:00:00" not in arguments.values():  # the trainer keeps that elsewhere
+        assert {name: getattr(model.trainer, name) for name in arguments} == arguments
+
+
+def test_the_first_epoch_of_a_new_run_is_checked_as_ever() -> None:
+    run = trainer(callbacks=[At(setup=_lightning.accept_short_epochs)], val_check_interval=4)
+    with pytest.raises(ValueError, match=r"`val_check_interval` \(4\) must be less than or equal"):
+        run.fit(OtherLoaders())
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
