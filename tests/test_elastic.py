@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 
-from lightning_balance import BalanceCallback, BalancedBatchSampler, plan_epoch
+from lightning_balance import BalanceCallback, BalancedBatchSampler, BalancedDataModuleMixin, plan_epoch
 from lightning_balance.agreement import gather_objects
 from lightning_balance.epoch import EpochPlan
 from tests.distributed import run_ranks
@@ -374,6 +375,28 @@ def test_a_limit_before_the_place_of_the_restart_ends_the_epoch_after_one_step(t
     assert [rest.epochs.count(epoch) for epoch in (0, 1)] == [2, 3]
     assert rest.estimated_steps == rest.num_steps
     assert rest.num_validations == 2
+
+
+class Balanced(BalancedDataModuleMixin, LightningDataModule):
+    """A data module that brings its own balancing."""
+
+    def train_dataloader(self) -> Any:
+        return loader(DATA, 2, shuffle=True)
+
+
+def test_a_data_module_with_the_mixin_continues_too(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    models = []
+    for options, stop, checkpoint in (
+        ({"max_tokens": 26, "lookahead": 2}, [StopAtStep(3, path)], None),
+        ({"max_tokens": 60}, [], path),
+    ):
+        models.append(ScalarModel())
+        data = Balanced(print_summary=False, seed=3, samples_per_step=4, **options)
+        trainer(callbacks=stop, max_epochs=2).fit(models[-1], datamodule=data, ckpt_path=checkpoint)
+    first, rest = ([sample for batch in model.served for sample in batch] for model in models)
+    assert sorted(first + rest) == sorted([*range(24), *range(24)])
+    assert set(models[0].epochs) == {0}
 
 
 def test_what_changed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
