@@ -14,10 +14,9 @@ from lightning_balance.agreement import on_every_rank
 from lightning_balance.budget_control import BudgetControl
 from lightning_balance.checks import check_trainer
 from lightning_balance.fitting import BalancedFit, Place
-from lightning_balance.monitor import RunMonitor
+from lightning_balance.reporting import RunReport
 from lightning_balance.restart import checkpoint_state, loop_place
 from lightning_balance.settings import HasBalanceSettings
-from lightning_balance.summary import print_summary
 from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
@@ -74,10 +73,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     _fit: BalancedFit | None = None
     _weights: StepWeights | None = None
-    _monitor: RunMonitor | None = None
+    _report: RunReport | None = None
     _place: Place | None = None
     _batch: Any = None
-    _peak: dict[str, float] | None = None
     _control: BudgetControl | None = None
     _is_first_batch = True
 
@@ -112,7 +110,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Begin the epoch that the run starts or continues in."""
         if self._fit is None:
             return
-        self._monitor = RunMonitor(rank=self._fit.factory.rank, sync=self._fit.factory.sync, device=pl_module.device)
+        self._report = RunReport(trainer, pl_module, self._fit)
         # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
         self._fit.continue_epoch(trainer.current_epoch)
         if self._fit.sampler.max_tokens is not None:
@@ -128,10 +126,10 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the trainer how long the epoch is."""
-        if self._fit is None or self._monitor is None:
+        if self._fit is None or self._report is None:
             return
         self._fit.begin_epoch(trainer.current_epoch)
-        self._monitor.restart_clock()
+        self._report.monitor.restart_clock()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Find the micro-batch's place in its optimizer step, and begin the step's weights."""
@@ -150,6 +148,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
             self._zero_gradients(trainer, pl_module, batch_idx)
         if self._place.is_first:
             self._weights.begin(num_samples=self._place.num_samples, num_tokens=self._place.real_tokens)
+        if self._report is not None:
+            self._report.monitor.begin_micro_batch()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Weigh the micro-batch."""
@@ -175,48 +175,35 @@ class BalanceCallback(HasBalanceSettings, Callback):
     ) -> None:
         """Count the step, and log its figures when the loggers write."""
         self._batch = None
-        if self._fit is None or self._monitor is None or self._place is None:
+        if self._fit is None or self._report is None or self._place is None:
             return
         if isinstance(outputs, dict) and "loss" in outputs:
             # The trainer divided it by the value that made this window; others know the trainer's own.
             outputs["loss"] = outputs["loss"] * (trainer.accumulate_grad_batches / self._fit.factory.accumulation)
         if self._fit.was_validated(batch_idx + 1):
             _lightning.skip_next_validation(trainer)
-        if not self._place.is_last:
-            return
-        self._monitor.end_step(self._place)
-        if _lightning.will_log_step(trainer) and not trainer.barebones:
-            pl_module.log_dict(self._step_values(), on_step=True, on_epoch=False, batch_size=1)
-        if self._control is not None:
+        self._report.end_micro_batch(self._place)
+        if self._place.is_last and self._control is not None:
             self._control.end_step(trainer.global_step, batch_idx + 1)
-
-    def _step_values(self) -> dict[str, float | Tensor]:
-        assert self._monitor is not None
-        assert self._fit is not None
-        max_tokens = self._fit.sampler.max_tokens
-        budget = {} if max_tokens is None else {"balance/max_tokens": float(max_tokens)}
-        return {**self._monitor.step_values(), **budget}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
         if self._fit is not None:
             self._fit.is_validating = not trainer.sanity_checking
-        if self._monitor is not None:
-            self._monitor.pause()
+        if self._report is not None:
+            self._report.monitor.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock go on."""
         if self._fit is not None:
             self._fit.is_validating = False
-        if self._monitor is not None:
-            self._monitor.resume()
+        if self._report is not None:
+            self._report.monitor.resume()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""
-        if self._monitor is not None and self._monitor.has_epoch_values and not trainer.barebones:
-            # The values are the same on all ranks already; sync_dist only spares the user Lightning's warning.
-            values = self._monitor.epoch_values()
-            pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+        if self._report is not None:
+            self._report.end_epoch()
 
     def set_max_tokens(self, max_tokens: int) -> None:
         """Change the token budget of the run, without a restart; call it on rank 0 or on every rank.
@@ -282,16 +269,14 @@ class BalanceCallback(HasBalanceSettings, Callback):
     # ------------------------------------------------------------------ after training
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the peak memory of all ranks, while they can still be asked."""
-        if self._monitor is not None and self.settings.print_summary:
-            self._peak = self._monitor.peak_values()
+        """Ask all ranks for their peak memory and waiting, while they can still be asked."""
+        if self._report is not None and self.settings.print_summary:
+            self._report.end_training()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what the run did, beside what plain batches would have done; progress bars are closed by now."""
-        if self._fit is None or self._monitor is None or not self.settings.print_summary:
-            return
-        if trainer.is_global_zero:
-            print_summary(self._fit, self._monitor.run, self._peak or {})
+        if self._report is not None and self.settings.print_summary:
+            self._report.print_summary()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the trainer back as it was; a checkpoint saved by hand after ``fit`` still says where it stands."""
@@ -311,5 +296,5 @@ class BalanceCallback(HasBalanceSettings, Callback):
             self._fit.close()
 
     def _forget(self) -> None:
-        self._fit = self._weights = self._monitor = self._place = self._batch = self._peak = self._control = None
+        self._fit = self._weights = self._report = self._place = self._batch = self._control = None
         self._is_first_batch = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections import OrderedDict
 from functools import cached_property
@@ -40,6 +41,7 @@ class EpochPlan:
         skipped: dataset indices left out by ``oversize="skip"``.
         begin: what was served of the epoch before this plan, which goes on from there. Steps and micro-batches are
             counted from the epoch's beginning all the same.
+        planning_seconds: time that this process has spent on planning steps so far.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EpochPlan:
         self.order = planner.order
         self.skipped = skipped
         self.begin = begin
+        self.planning_seconds = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -89,10 +92,12 @@ class EpochPlan:
             return np.full(len(self.steps), fixed, dtype=np.int64)
         if self._schedule.is_empty:
             return np.zeros(0, dtype=np.int64)
+        started = time.perf_counter()
         counts = [
             slots_of_steps(self._planner.num_slots(*self._schedule.window(index)), self._schedule.window(index)[2])
             for index in range(self._schedule.num_windows)
         ]
+        self.planning_seconds += time.perf_counter() - started
         return np.concatenate(counts)
 
     @property
@@ -116,7 +121,9 @@ class EpochPlan:
         """
         window, place = self._window_of_step(index)
         if window not in self._windows:
+            started = time.perf_counter()
             self._windows[window] = self._planner.plan(window, *self._schedule.window(window))
+            self.planning_seconds += time.perf_counter() - started
             if len(self._windows) > max(_CACHED_STEPS // self._lookahead, _FEWEST_CACHED_WINDOWS):
                 self._windows.popitem(last=False)
         self._windows.move_to_end(window)

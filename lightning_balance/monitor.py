@@ -8,18 +8,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.fitting import Place
 from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
+from lightning_balance.waiting import WaitClock, can_measure_waiting
 
 PREFIX = "balance/"
+MAX_RANKS_LOGGED = 8
+"""Waiting is logged for so many ranks one by one, and as mean and maximum over all."""
 
 
 @dataclass
 class Totals:
-    """Sums over optimizer steps and all ranks. Times in seconds, tokens before (real) and after (padded) padding."""
+    """Sums over optimizer steps and all ranks. Times in seconds, tokens before (real) and after (padded) padding.
+
+    Seconds of planning and of waiting are this rank's own.
+    """
 
     num_steps: int = 0
     num_micro_batches: int = 0
@@ -31,6 +38,8 @@ class Totals:
     largest_micro_batch: int = 0
     modelled_time: float = 0.0
     seconds: float = 0.0
+    waited_seconds: float = 0.0
+    planning_seconds: float = 0.0
 
     @property
     def pad_efficiency(self) -> float:
@@ -46,6 +55,19 @@ class Totals:
     def tokens_per_second(self) -> float:
         """Real tokens of all ranks per second of training."""
         return self.real_tokens / self.seconds if self.seconds else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What only the ranks together know at the end of a run.
+
+    Attributes:
+        peaks: peak memory in GiB, max over ranks, by the name of what was read; empty where nothing can be read.
+        waited_seconds: time that each rank waited inside micro-batches; empty where that cannot be measured.
+    """
+
+    peaks: dict[str, float]
+    waited_seconds: tuple[float, ...]
 
 
 class RunMonitor:
@@ -75,6 +97,21 @@ class RunMonitor:
         self.cost_spread = CostSpread().to(device)
         accelerator = PeakMemory()
         self.peak_memory = (accelerator if accelerator.available else PeakMemory(source="rss")).to(device)
+        self._device = device
+        has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._wait_clock = WaitClock() if has_others and can_measure_waiting(device) else None
+        self._waited_seconds = 0.0
+        self._planned_before = 0.0
+
+    def begin_micro_batch(self) -> None:
+        """Start to count what the micro-batch waits."""
+        if self._wait_clock is not None:
+            self._wait_clock.start()
+
+    def end_micro_batch(self) -> None:
+        """Add what the micro-batch waited to its step."""
+        if self._wait_clock is not None:
+            self._waited_seconds += self._wait_clock.stop()
 
     def restart_clock(self) -> None:
         """Do not count what came before now, such as the setup of an epoch."""
@@ -90,8 +127,16 @@ class RunMonitor:
             self._window_started += self._clock() - self._paused_at
             self._paused_at = None
 
-    def end_step(self, place: Place) -> None:
-        """Count the optimizer step that ended with ``place``, its last slot."""
+    def end_step(self, place: Place, *, planning_seconds: float = 0.0) -> None:
+        """Count the optimizer step that ended with ``place``, its last slot.
+
+        Args:
+            place: where its last micro-batch stands.
+            planning_seconds: what the sampler has spent on planning so far; another sampler begins at 0.
+        """
+        planned = planning_seconds - (self._planned_before if planning_seconds >= self._planned_before else 0.0)
+        self._planned_before = planning_seconds
+        waited, self._waited_seconds = self._waited_seconds, 0.0
         now = self._clock()
         seconds, self._window_started = now - self._window_started, now
         plan, num_slots = place.plan, place.num_slots
@@ -110,6 +155,8 @@ class RunMonitor:
             totals.largest_micro_batch = max(totals.largest_micro_batch, int(padded.max()))
             totals.modelled_time += float(synchronised.max(axis=1).sum())
             totals.seconds += seconds
+            totals.waited_seconds += waited
+            totals.planning_seconds += planned
         self.pad_efficiency.update(int(plan.real_tokens[:num_slots, self.rank].sum()), int(padded[:, self.rank].sum()))
         self.cost_spread.update(synchronised)
 
@@ -125,11 +172,29 @@ class RunMonitor:
             "pad_efficiency": totals.pad_efficiency,
             "cost_spread": totals.cost_spread,
             "step_time_s": totals.seconds / totals.num_steps if totals.num_steps else math.nan,
+            "planning_time_s": totals.planning_seconds / totals.num_steps if totals.num_steps else math.nan,
             **{name: amount / totals.seconds if totals.seconds else math.nan for name, amount in rates.items()},
         }
         self.peak_memory.update()
         values.update(self._peak())
+        values.update(self._wait_times(totals))
         return {PREFIX + name: value for name, value in values.items()}
+
+    def _wait_times(self, totals: Totals) -> dict[str, float]:
+        waited = [seconds / max(totals.num_steps, 1) for seconds in self._waited_of_ranks(totals)]
+        if not waited:
+            return {}
+        named = {f"wait_time_s/rank_{rank}": seconds for rank, seconds in enumerate(waited[:MAX_RANKS_LOGGED])}
+        return {"wait_time_mean_s": sum(waited) / len(waited), "wait_time_max_s": max(waited), **named}
+
+    def _waited_of_ranks(self, totals: Totals) -> list[float]:
+        """Seconds that each rank waited; none where that cannot be measured. A collective call."""
+        if self._wait_clock is None:
+            return []
+        own = torch.tensor([totals.waited_seconds], device=self._device)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        return torch.cat(gathered).tolist()
 
     @property
     def has_epoch_values(self) -> bool:
@@ -150,14 +215,12 @@ class RunMonitor:
         self.cost_spread.reset()
         return {f"{PREFIX}{name}_epoch": value for name, value in values.items()}
 
-    def peak_values(self) -> dict[str, float]:
-        """Peak memory of the run over all ranks under the name of what was read; empty where nothing can be read.
-
-        A collective call.
-        """
+    def rank_figures(self) -> RankFigures:
+        """Ask all ranks for what the end of the run tells of them. A collective call."""
         self.peak_memory.update()
         names = {"peak_memory_gib": "peak allocated memory", "peak_rss_gib": "peak process memory (RSS)"}
-        return {names[key]: float(value) for key, value in self._peak().items()}
+        peaks = {names[key]: float(value) for key, value in self._peak().items()}
+        return RankFigures(peaks=peaks, waited_seconds=tuple(self._waited_of_ranks(self.run)))
 
     def _peak(self) -> dict[str, Tensor]:
         peak = self.peak_memory.compute()

@@ -130,6 +130,7 @@ class BalancedBatchSampler(BatchSampler):
             | ({} if batch_size is None else {"samples_per_step": None}),
         )
         self._plan: EpochPlan | None = None
+        self._planning_seconds = 0.0
         self._start_epoch, self._start, self._start_progress = 0, 0, EpochProgress()
         self._position = 0, 0
         self._begun: tuple[int, int] | None = None
@@ -176,8 +177,18 @@ class BalancedBatchSampler(BatchSampler):
     def plan(self) -> EpochPlan:
         """The plan of the current epoch, the same on every rank."""
         if self._plan is None or self._plan.epoch != self.epoch:
-            self._plan = self._make_plan(self.epoch)
+            self._serve(self._make_plan(self.epoch))
+        assert self._plan is not None
         return self._plan
+
+    def _serve(self, plan: EpochPlan) -> None:
+        self._planning_seconds = self.planning_seconds
+        self._plan = plan
+
+    @property
+    def planning_seconds(self) -> float:
+        """Time that this process has spent on planning the epochs that were served."""
+        return self._planning_seconds + (0.0 if self._plan is None else self._plan.planning_seconds)
 
     def plan_for(self, epoch: int) -> EpochPlan:
         """The plan of any epoch, without changing the one that is served."""
@@ -210,7 +221,7 @@ class BalancedBatchSampler(BatchSampler):
         _ = plan.num_micro_batches  # steps that do not fit say so now
         self._options = options
         if position is not None and begin is not None:
-            self._plan = plan
+            self._serve(plan)
             self._start_epoch, self._start, self._start_progress = plan.epoch, position, begin
 
     def progress(self, position: int) -> EpochProgress:
@@ -301,10 +312,12 @@ class BalancedBatchSampler(BatchSampler):
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
         begin = EpochProgress.of_state(state["begin"])
-        if self._plan_from(epoch, begin).digest != state["digest"]:
+        plan = self._plan_from(epoch, begin)
+        if plan.digest != state["digest"]:
             begin = EpochProgress.of_state(state["served"])
             position = begin.num_micro_batches
-        self._plan = None
+            plan = self._plan_from(epoch, begin)
+        self._serve(plan)
         self._start_epoch, self._start, self._start_progress = epoch, position, begin
         self._position = epoch, position
         self.set_epoch(epoch)

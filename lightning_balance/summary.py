@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_balance.console import format_value, print_table
 from lightning_balance.fitting import BalancedFit
-from lightning_balance.monitor import Totals
+from lightning_balance.monitor import RankFigures, Totals
 from lightning_balance.report import PlanSummary, summarize_plain
 from lightning_balance.shuffle import EpochOrder
 
@@ -34,7 +34,7 @@ def plain_summary(fit: BalancedFit, totals: Totals) -> PlanSummary:
     )
 
 
-def summary_rows(totals: Totals, plain: PlanSummary, peak: dict[str, float]) -> list[tuple[str, str, str]]:
+def summary_rows(totals: Totals, plain: PlanSummary, of_ranks: RankFigures) -> list[tuple[str, str, str]]:
     """Cells of the table; what only a run can measure has a ``-`` for the plain side, or an estimate marked ``~``."""
     plain_seconds = totals.seconds * _modelled_slowdown(totals, plain)
     plain_rate = totals.real_tokens / plain_seconds if plain_seconds else float("nan")
@@ -42,22 +42,38 @@ def summary_rows(totals: Totals, plain: PlanSummary, peak: dict[str, float]) -> 
         _row("pad efficiency", "percent", totals.pad_efficiency, plain.pad_efficiency),
         _row("cost spread between ranks", "percent", totals.cost_spread, plain.cost_spread),
         _row("largest micro-batch (padded)", "tokens", totals.largest_micro_batch, plain.largest_micro_batch),
-        *[_row(f"{name}, measured", "gib", value) for name, value in peak.items()],
+        *[_row(f"{name}, measured", "gib", value) for name, value in of_ranks.peaks.items()],
         (
             "real tokens per second, measured",
             format_value(totals.tokens_per_second, "tokens_per_second"),
             f"~ {format_value(plain_rate, 'tokens_per_second')}",
         ),
+        *_waiting_rows(totals, plain, of_ranks.waited_seconds),
         _row("modelled time per sample", "factor", 1.0, _modelled_slowdown(totals, plain)),
         _row("optimizer steps", "count", totals.num_steps),
         _row("time in training steps", "seconds", totals.seconds),
+        _row("time for planning", "seconds", totals.planning_seconds),
     ]
 
 
-def print_summary(fit: BalancedFit, totals: Totals, peak: dict[str, float]) -> None:
+def _waiting_rows(totals: Totals, plain: PlanSummary, waited: tuple[float, ...]) -> list[tuple[str, str, str]]:
+    """Shares of the training time that ranks wait: measured, and for plain batches as the plan has it, marked ``~``."""
+    if not waited or not totals.seconds:
+        return []
+    mean, most = (
+        format_value(seconds / totals.seconds, "percent") for seconds in (sum(waited) / len(waited), max(waited))
+    )
+    planned = format_value(1 - plain.slot_efficiency, "percent")
+    return [
+        ("waiting for other ranks, measured (mean)", mean, f"~ {planned}"),
+        ("waiting for other ranks, measured (most)", most, "-"),
+    ]
+
+
+def print_summary(fit: BalancedFit, totals: Totals, of_ranks: RankFigures) -> None:
     """Print the table of a run that trained at least one step."""
     if totals.num_steps:
-        print_table("Balanced training", COLUMNS, summary_rows(totals, plain_summary(fit, totals), peak))
+        print_table("Balanced training", COLUMNS, summary_rows(totals, plain_summary(fit, totals), of_ranks))
 
 
 def _modelled_slowdown(totals: Totals, plain: PlanSummary) -> float:

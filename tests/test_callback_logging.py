@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import re
+import statistics
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch.utils.data import DataLoader
 
 from lightning_balance import BalanceCallback, BalancedDataModuleMixin, plan_epoch
@@ -30,6 +33,13 @@ STEP_KEYS = {
     "balance/tokens_per_second",
     "balance/padded_tokens_per_second",
     "balance/samples_per_second",
+    "balance/planning_time_s",
+}
+WAIT_KEYS = {
+    "balance/wait_time_mean_s",
+    "balance/wait_time_max_s",
+    "balance/wait_time_s/rank_0",
+    "balance/wait_time_s/rank_1",
 }
 EPOCH_KEYS = {"balance/pad_efficiency_epoch", "balance/cost_spread_epoch"}
 MEMORY_KEYS = {"balance/peak_memory_gib", "balance/peak_rss_gib"}
@@ -139,6 +149,43 @@ def test_tensorboard_reads_the_same_keys_from_disk(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("balance/pad_efficiency")] == list(range(len(model.gradients)))
 
 
+def test_tensorboard_has_histograms_of_lengths_counts_and_costs(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import HISTOGRAMS, EventAccumulator
+
+    fit(logger=TensorBoardLogger(tmp_path), max_epochs=2, options={"seed": 3})
+    events = EventAccumulator(str(next(tmp_path.rglob("events.*")).parent), size_guidance={HISTOGRAMS: 0})
+    events.Reload()
+    (lengths,) = (event.histogram_value for event in events.Histograms("balance/lengths"))
+    assert (lengths.num, lengths.min, lengths.max, lengths.sum) == (17, 1, 9, sum(LONG_TAIL))
+    counts = [event.histogram_value for event in events.Histograms("balance/samples_per_micro_batch/rank_0")]
+    assert [histogram.sum for histogram in counts] == [17, 17]
+    costs = [event.histogram_value for event in events.Histograms("balance/cost/rank_0")]
+    plans = [plan_epoch(LONG_TAIL, num_ranks=1, seed=3, epoch=epoch, samples_per_step=2) for epoch in (0, 1)]
+    planned = [sum(float(plan.step(step).costs.sum()) for step in plan.steps) for plan in plans]
+    assert [histogram.sum for histogram in costs] == pytest.approx(planned)
+
+
+def test_an_offline_wandb_run_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(project="balance", save_dir=tmp_path, offline=True)
+    model = fit(logger=logger)
+    wandb.finish()
+    (record,) = (path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert all(key.encode() in record for key in STEP_KEYS | EPOCH_KEYS)
+    assert record.count(b"balance/step_time_s") >= len(model.gradients)
+
+
+def test_mlflow_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("mlflow.tracking").MlflowClient
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    logger = MLFlowLogger(save_dir=str(tmp_path))
+    model = fit(logger=logger)
+    history = client(tmp_path.as_uri()).get_metric_history(logger.run_id, "balance/step_time_s")
+    assert [metric.step for metric in history] == list(range(len(model.gradients)))
+    assert set(client(tmp_path.as_uri()).get_run(logger.run_id).data.metrics) >= STEP_KEYS | EPOCH_KEYS
+
+
 @pytest.mark.parametrize("peak", ["balance/peak_memory_gib", "balance/peak_rss_gib"])
 def test_peak_memory_is_absent_or_positive_never_zero(peak: str, tmp_path: Path) -> None:
     fit(logger=CSVLogger(tmp_path))
@@ -147,6 +194,14 @@ def test_peak_memory_is_absent_or_positive_never_zero(peak: str, tmp_path: Path)
     assert any(peak in row for row in rows) is (peak.endswith("memory_gib") and torch.cuda.is_available()) or (
         peak.endswith("rss_gib") and sys.platform in ("linux", "darwin")
     )
+
+
+def test_the_docs_list_every_key() -> None:
+    table = (Path(__file__).parent.parent / "docs" / "logging.md").read_text()
+    documented = set(re.findall(r"^\| `(balance/[^`]+)`", table, flags=re.MULTILINE))
+    per_rank = {"balance/wait_time_s/rank_0", "balance/wait_time_s/rank_1"}
+    keys = (STEP_KEYS | EPOCH_KEYS | MEMORY_KEYS | WAIT_KEYS | {"balance/max_tokens"}) - per_rank
+    assert documented == keys | {key + "_epoch" for key in MEMORY_KEYS} | {"balance/wait_time_s/rank_R"}
 
 
 def test_keys_can_be_monitored(tmp_path: Path) -> None:
@@ -236,6 +291,19 @@ def test_the_package_causes_no_warning_on_two_ranks(two_ranks: tuple[list[dict[s
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 
+WORK_S = 0.05
+
+
+class WorksLonger(ScalarModel):
+    """Rank 0 needs longer for every micro-batch, so that rank 1 waits for it."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        end = time.thread_time() + WORK_S * (self.global_rank == 0)
+        while time.thread_time() < end:
+            math.sqrt(2.0)
+        return super().training_step(batch, batch_idx)
+
+
 def run_on_two_ranks(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp2"):
@@ -250,6 +318,8 @@ def run_on_two_ranks(folder: str) -> dict[str, Any]:
         warnings.simplefilter("always")
         fit(strategy="ddp", num_ranks=2, **BAREBONES)
     found["barebones"] = foreign_to_user(caught)
+    for strategy in ("ddp", "fsdp2"):
+        fit(model=WorksLonger(), strategy=strategy, num_ranks=2, logger=CSVLogger(folder, name=f"slow-{strategy}"))
     # Rank 1 has only fillers.
     fit(data=equal_samples([3]), strategy="ddp", num_ranks=2, logger=CSVLogger(folder, name="one"), options={
         "print_summary": True})  # fmt: skip
@@ -290,6 +360,22 @@ def test_ranks_agree_about_the_epochs_figures(two_ranks: tuple[list[dict[str, An
     first, second = (rank[strategy] for rank in two_ranks[0])
     for key in EPOCH_KEYS | {key + "_epoch" for key in MEMORY_KEYS if key + "_epoch" in first}:
         assert first[key] == second[key]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_rank_that_waits_for_the_slowest_is_named(
+    two_ranks: tuple[list[dict[str, Any]], Path], strategy: str
+) -> None:
+    rows = steps_of(read_csv(two_ranks[1] / f"slow-{strategy}"))
+    assert all(set(row) >= WAIT_KEYS for row in rows)
+    medians = {key: statistics.median(row[key] for row in rows) for key in WAIT_KEYS}
+    assert medians["balance/wait_time_s/rank_1"] > 0.6 * WORK_S
+    assert medians["balance/wait_time_s/rank_0"] < medians["balance/wait_time_s/rank_1"] / 2
+    for row in rows:
+        of_ranks = [row["balance/wait_time_s/rank_0"], row["balance/wait_time_s/rank_1"]]
+        assert row["balance/wait_time_max_s"] == pytest.approx(max(of_ranks))
+        assert row["balance/wait_time_mean_s"] == pytest.approx(sum(of_ranks) / 2)
+        assert max(of_ranks) <= row["balance/step_time_s"] * 1.01
 
 
 def test_only_rank_zero_writes_tensorboard_events(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
@@ -373,7 +459,9 @@ def test_progress_bars_show_the_length_of_each_epoch(bar: type, capfd: pytest.Ca
         max_epochs=3,
     )
     assert totals == [3] * 3 + [5] * 5 + [2] * 2
-    assert "Balanced training" in capfd.readouterr().out
+    captured = capfd.readouterr()
+    assert "Balanced training" in captured.out
+    assert all(field in captured.out + captured.err for field in ("pad_eff", "tok/s"))
 
 
 def test_it_works_without_a_logger() -> None:
