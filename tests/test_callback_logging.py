@@ -369,8 +369,8 @@ def test_the_rank_that_waits_for_the_slowest_is_named(
     rows = steps_of(read_csv(two_ranks[1] / f"slow-{strategy}"))
     assert all(set(row) >= WAIT_KEYS for row in rows)
     medians = {key: statistics.median(row[key] for row in rows) for key in WAIT_KEYS}
-    assert medians["balance/wait_time_s/rank_1"] > 0.6 * WORK_S
-    assert medians["balance/wait_time_s/rank_0"] < medians["balance/wait_time_s/rank_1"] / 2
+    # Both also lose the time in which others have the cores.
+    assert medians["balance/wait_time_s/rank_1"] > medians["balance/wait_time_s/rank_0"] + 0.5 * WORK_S
     for row in rows:
         of_ranks = [row["balance/wait_time_s/rank_0"], row["balance/wait_time_s/rank_1"]]
         assert row["balance/wait_time_max_s"] == pytest.approx(max(of_ranks))
