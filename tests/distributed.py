@@ -81,7 +81,7 @@ def run_ranks(
         workdir = Path(folder)
         (workdir / "call.pkl").write_bytes(pickle.dumps((function, args)))
         deadline = time.monotonic() + timeout_s
-        port = _free_port()
+        port = free_port()
         ranks = [_start_rank(workdir, rank, num_ranks, port, timeout_s, env or {}) for rank in range(num_ranks)]
         try:
             timed_out = _wait(ranks, deadline)
@@ -98,7 +98,7 @@ def run_ranks(
         return [pickle.loads((workdir / f"result{rank}.pkl").read_bytes()) for rank in range(num_ranks)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below the range the system gives out by itself, so that no other socket takes it in the meantime."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe:

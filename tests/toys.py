@@ -109,7 +109,7 @@ class ScalarModel(LightningModule):
 
 
 def trainer(strategy: str | Strategy = "single", num_ranks: int = 1, **arguments: Any) -> Trainer:
-    """A quiet CPU trainer; strategy is "single", "ddp", "fsdp2", "fsdp1" (needs GPUs) or a strategy object."""
+    """A quiet CPU trainer; strategy is "single", "fsdp2", "fsdp1" (needs GPUs), or what a Trainer takes ("ddp", ...)."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": num_ranks,
@@ -119,12 +119,10 @@ def trainer(strategy: str | Strategy = "single", num_ranks: int = 1, **arguments
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    if strategy == "ddp":
-        defaults["strategy"] = "ddp"
-    elif isinstance(strategy, Strategy):
-        defaults["strategy"] = strategy
-    elif strategy == "fsdp2":
+    if strategy == "fsdp2":
         defaults["strategy"] = ModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1)
     elif strategy == "fsdp1":
         defaults.update(strategy="fsdp", accelerator="cuda")
+    elif strategy != "single":
+        defaults["strategy"] = strategy
     return Trainer(**{**defaults, **arguments})

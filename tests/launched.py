@@ -1,0 +1,200 @@
+"""A training script as users write them, started by tests/test_launchers.py:
+
+python tests/launched.py SCENARIO '{"strategy": "ddp", "devices": 2}' FOLDER
+
+SCENARIO is a function below. Every rank writes what it saw into FOLDER when a `fit` ends, whoever launched it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor
+
+import lightning_balance as lb
+from tests.toys import IGNORED, ScalarModel, TokenDataset, equal_samples, loader, trainer
+
+LENGTHS = [1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3, 6, 6, 1, 9, 2, 8, 1, 3, 5, 4]
+OTHER_LENGTHS = [2, 9, 4, 1, 1, 6, 3, 3, 8, 5, 2, 7, 4, 1, 10, 6, 2, 3]
+SEED, LEARNING_RATE = 3, 0.01
+BATCH_SIZE, SAMPLES_PER_STEP = 2, 8
+MAX_TOKENS = 12
+
+if "LIGHTNING_BALANCE_TEST_JOB_TIMEOUT_S" in os.environ:  # nobody is left to end us when the test itself is killed
+    faulthandler.dump_traceback_later(float(os.environ["LIGHTNING_BALANCE_TEST_JOB_TIMEOUT_S"]), exit=True)
+
+
+def count_targets(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["labels"] != IGNORED).sum()
+
+
+def count_tokens(sample: dict[str, Any]) -> int:
+    return len(sample["x"])
+
+
+def balance(mode: str) -> lb.BalanceCallback:
+    """The callback; "budget" with everything that has to reach a spawned process by pickle, functions of this script."""
+    if mode == "slots":
+        return lb.BalanceCallback(loss_reduction="token_mean", seed=SEED, print_summary=False)
+    return lb.BalanceCallback(
+        max_tokens=MAX_TOKENS,
+        loss_reduction=count_targets,
+        lengths=count_tokens,
+        lengths_cache_dir="lengths",  # in the working directory, which two jobs may share
+        cost=lb.CostModel(intercept=1.0, alpha=0.01),
+        seed=SEED,
+        print_summary=False,
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank saw until the end of a `fit`."""
+
+    rank: int
+    num_ranks: int
+    pid: int
+    launcher: str
+    served: list[list[int]]
+    epochs: list[int]
+    gradients: list[float]
+    weight: float
+    num_steps: int
+    num_validations: int
+
+    @staticmethod
+    def of(trainer: Trainer, model: ScalarModel) -> Record:
+        return Record(
+            rank=trainer.global_rank,
+            num_ranks=trainer.world_size,
+            pid=os.getpid(),
+            launcher=type(trainer.strategy.launcher).__name__,
+            served=model.served,
+            epochs=model.epochs,
+            gradients=model.gradients,
+            weight=float(model.layer.weight.detach()),
+            num_steps=trainer.global_step,
+            num_validations=model.num_validations,
+        )
+
+    @staticmethod
+    def read(folder: Path, name: str) -> list[Record]:
+        """The records of all ranks that wrote one, in rank order."""
+        records = [Record(**json.loads(path.read_text())) for path in folder.glob(f"{name}-rank*.json")]
+        return sorted(records, key=lambda record: record.rank)
+
+
+class Recorder(Callback):
+    """Writes the record of this rank when `fit` ends, also by an exception."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, ScalarModel)
+        record = Record.of(trainer, pl_module)
+        path = self.folder / f"{self.name}-rank{record.rank}.json"
+        path.write_text(json.dumps(asdict(record)))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)
+
+
+def make_trainer(place: dict[str, Any], *callbacks: Callback, max_epochs: int = 2, **arguments: Any) -> Trainer:
+    return trainer(
+        **{"strategy": "single", "accumulate_grad_batches": 2, **place},
+        callbacks=list(callbacks),
+        max_epochs=max_epochs,
+        **arguments,
+    )
+
+
+def fit(
+    trainer: Trainer,
+    model: ScalarModel | None = None,
+    lengths: list[int] = LENGTHS,
+    ckpt_path: Path | None = None,
+    **loader_arguments: Any,
+) -> ScalarModel:
+    model = model or ScalarModel(lr=LEARNING_RATE)
+    data = equal_samples(lengths)
+    train = loader(data, **{"batch_size": BATCH_SIZE, "shuffle": True, **loader_arguments})
+    trainer.fit(model, train, loader(data, 6), ckpt_path=ckpt_path)
+    return model
+
+
+# ---------------------------------------------------------------------- scenarios
+
+
+def one_after_the_other(place: dict[str, Any], folder: Path) -> None:
+    """Three trainers in one process: fixed slots; a budget; and the budget's callback again in a trainer that continues."""
+    fit(make_trainer(place, balance("slots"), Recorder(folder, "slots")))
+    callback = balance("budget")
+    saver = ModelCheckpoint(folder, save_last=True)
+    fit(make_trainer(place, callback, saver, Recorder(folder, "first"), max_epochs=1, enable_checkpointing=True))
+    fit(make_trainer(place, callback, Recorder(folder, "second")), ckpt_path=folder / "last.ckpt")
+
+
+def fit_again(place: dict[str, Any], folder: Path) -> None:
+    """One trainer, three times: two epochs, two more with the same model, two more with another model and other data."""
+    used = make_trainer(place, balance("budget"), Recorder(folder, "begun"))
+    model = fit(used)
+    fit_more(used, folder, "continued", model)
+    fit_more(used, folder, "other", None, lengths=OTHER_LENGTHS, batch_size=3, num_workers=1)
+
+
+def fit_more(used: Trainer, folder: Path, name: str, model: ScalarModel | None, **arguments: Any) -> None:
+    recorder = next(callback for callback in used.callbacks if isinstance(callback, Recorder))  # type: ignore[attr-defined]
+    recorder.name = name
+    used.fit_loop.max_epochs = used.current_epoch + 2
+    fit(used, model, **arguments)
+
+
+class ShowsThatItRuns(Callback):
+    """Writes a file at the given micro-batch, and takes its time so that a signal meets the epoch's middle."""
+
+    def __init__(self, path: Path, num_batches: int) -> None:
+        self.path, self.num_batches = path, num_batches
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.num_batches:
+            self.path.touch()
+        time.sleep(0.05)
+
+
+def until_sigterm(place: dict[str, Any], folder: Path) -> None:
+    """Train slowly; what is saved when a signal ends the run are the files of the two callbacks that Lightning has."""
+    savers = (
+        ModelCheckpoint(folder, filename="model", save_last=True, save_on_exception=True),
+        OnExceptionCheckpoint(folder),
+    )
+    shows = ShowsThatItRuns(folder / "runs", num_batches=5)
+    used = make_trainer(
+        place, *savers, shows, balance("budget"), Recorder(folder, "stopped"), enable_checkpointing=True
+    )
+    fit(used)
+
+
+def after_sigterm(place: dict[str, Any], folder: Path) -> None:
+    """Continue from each of the files."""
+    for name in ("model", "last", "on_exception"):
+        fit(make_trainer(place, balance("budget"), Recorder(folder, name)), ckpt_path=folder / f"{name}.ckpt")
+
+
+def main(scenario: str, place: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    globals()[scenario](json.loads(place), Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,183 @@
+"""However the processes of a run are started, every rank trains its part, once, with the gradient of the whole step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.pytorch import Trainer
+
+import lightning_balance as lb
+from tests import launched
+from tests.jobs import Job, torchrun
+from tests.launched import LEARNING_RATE, LENGTHS, OTHER_LENGTHS, SAMPLES_PER_STEP, SEED, Record
+
+SCRIPT = Path(launched.__file__)
+TIMEOUT_S = 120.0
+ONE_PROCESS = {"accumulate_grad_batches": 4}  # the samples per step of two ranks that accumulate two
+
+
+def gradients_of_epoch(lengths: Sequence[int], epoch: int, samples_per_step: int) -> list[float]:
+    """The mean token of every step's samples, by the documented shuffle: what each step's gradient has to be."""
+    order = np.random.default_rng([SEED, epoch]).permutation(len(lengths))
+    steps = [order[start : start + samples_per_step] for start in range(0, len(lengths), samples_per_step)]
+    return [
+        sum(lengths[i] * (i + 1) for i in step) / sum(lengths[i] for i in step)  # sample i holds the value i + 1
+        for step in steps
+    ]
+
+
+def check(
+    records: list[Record],
+    epochs: Sequence[int],
+    *,
+    num_ranks: int = 2,
+    lengths: Sequence[int] = LENGTHS,
+    samples_per_step: int = SAMPLES_PER_STEP,
+    num_steps_before: int = 0,
+    launcher: str | None = None,
+) -> None:
+    """Whether all ranks together trained the whole of these epochs as they should have."""
+    assert [record.rank for record in records] == list(range(num_ranks))
+    assert len({record.pid for record in records}) == num_ranks
+    assert {record.num_ranks for record in records} == {num_ranks}
+    if launcher is not None:
+        assert {record.launcher for record in records} == {launcher}
+    for epoch in epochs:
+        assert sorted(samples_of_epoch(records, epoch)) == list(range(len(lengths))), f"epoch {epoch}"
+    expected = [gradient for epoch in epochs for gradient in gradients_of_epoch(lengths, epoch, samples_per_step)]
+    for record in records:
+        assert set(record.epochs) == set(epochs)
+        assert len(record.served) == len(records[0].served)
+        assert record.gradients == pytest.approx(expected, rel=1e-6)
+        assert record.num_steps == num_steps_before + len(expected)
+        assert record.weight == pytest.approx(1 - LEARNING_RATE * math.fsum(expected), rel=1e-5)
+        assert record.num_validations == len(epochs)
+
+
+def samples_of_epoch(records: list[Record], epoch: int) -> list[int]:
+    return [
+        sample
+        for record in records
+        for micro_batch, own_epoch in zip(record.served, record.epochs, strict=True)
+        if own_epoch == epoch
+        for sample in micro_batch
+    ]
+
+
+def check_one_after_the_other(folder: Path, num_ranks: int = 2, launcher: str | None = None) -> None:
+    for name, epochs in (("slots", [0, 1]), ("first", [0])):
+        check(Record.read(folder, name), epochs, num_ranks=num_ranks, launcher=launcher)
+    second = Record.read(folder, "second")
+    assert all(set(record.epochs) == {1} for record in second)
+    assert sorted(samples_of_epoch(second, 1)) == list(range(len(LENGTHS)))
+    whole = [gradient for epoch in (0, 1) for gradient in gradients_of_epoch(LENGTHS, epoch, SAMPLES_PER_STEP)]
+    for record in second:
+        assert record.num_steps == len(whole)
+        assert record.weight == pytest.approx(1 - LEARNING_RATE * math.fsum(whole), rel=1e-5)
+
+
+def words(scenario: str, place: dict[str, Any], folder: Path) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    return [scenario, json.dumps(place), str(folder)]
+
+
+def script(scenario: str, place: dict[str, Any], folder: Path) -> list[str]:
+    return [sys.executable, str(SCRIPT), *words(scenario, place, folder)]
+
+
+# ---------------------------------------------------------------------- launchers
+
+
+def test_one_process_trains_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all others are compared with is what a run in this process gives."""
+    monkeypatch.chdir(tmp_path)
+    launched.one_after_the_other(ONE_PROCESS, tmp_path)
+    check_one_after_the_other(tmp_path, num_ranks=1, launcher="NoneType")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher"),
+    [
+        ("ddp", "_SubprocessScriptLauncher"),
+        ("ddp_spawn", "_MultiProcessingLauncher"),
+        ("ddp_fork", "_MultiProcessingLauncher"),
+    ],
+)
+def test_a_script_trains_so_under_every_launcher(strategy: str, launcher: str, tmp_path: Path) -> None:
+    with Job(script("one_after_the_other", {"strategy": strategy, "num_ranks": 2}, tmp_path), cwd=tmp_path) as job:
+        job.wait(TIMEOUT_S)
+    check_one_after_the_other(tmp_path, launcher=launcher)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_notebook", "auto"])
+def test_an_interactive_session_trains_so(strategy: str, tmp_path: Path) -> None:
+    """As in a notebook, where Lightning chooses forked processes and refuses all others."""
+    arguments = words("one_after_the_other", {"strategy": strategy, "num_ranks": 2}, tmp_path)
+    typed = f"from tests.launched import main\nmain(*{arguments!r})\n"
+    with Job([sys.executable, "-i"], cwd=tmp_path, stdin=typed) as job:
+        output = job.wait(TIMEOUT_S)
+    assert ">>>" in output
+    check_one_after_the_other(tmp_path, launcher="_MultiProcessingLauncher")
+
+
+def test_torchrun_with_two_nodes_trains_so(tmp_path: Path) -> None:
+    place = {"strategy": "ddp", "num_ranks": 1, "num_nodes": 2}
+    commands = torchrun(SCRIPT, *words("one_after_the_other", place, tmp_path), num_nodes=2)
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(Job(command, cwd=tmp_path)) for command in commands]
+        for node in nodes:
+            node.wait(TIMEOUT_S)
+    check_one_after_the_other(tmp_path)
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """They share the working directory and with it the folder of scanned lengths."""
+    place = {"strategy": "ddp", "num_ranks": 2}
+    folders = [tmp_path / "one", tmp_path / "other"]
+    with contextlib.ExitStack() as stack:
+        commands = [script("one_after_the_other", place, folder) for folder in folders]
+        jobs = [stack.enter_context(Job(command, cwd=tmp_path)) for command in commands]
+        for job in jobs:
+            job.wait(TIMEOUT_S)
+    for folder in folders:
+        check_one_after_the_other(folder)
+    assert len(list((tmp_path / "lengths").glob("*.npy"))) == 1
+
+
+# ---------------------------------------------------------------------- several fits, several trainers
+
+
+def check_fit_again(folder: Path, num_ranks: int, other_samples_per_step: int) -> None:
+    check(Record.read(folder, "begun"), [0, 1], num_ranks=num_ranks)
+    check(Record.read(folder, "continued"), [0, 1, 2, 3], num_ranks=num_ranks)
+    num_steps = Record.read(folder, "continued")[0].num_steps
+    check(
+        Record.read(folder, "other"),
+        [4, 5],
+        num_ranks=num_ranks,
+        lengths=OTHER_LENGTHS,
+        samples_per_step=other_samples_per_step,
+        num_steps_before=num_steps,
+    )
+
+
+def test_one_trainer_fits_again_further_and_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    launched.fit_again(ONE_PROCESS, tmp_path)
+    check_fit_again(tmp_path, num_ranks=1, other_samples_per_step=12)
+
+
+def test_one_trainer_fits_again_on_two_ranks(tmp_path: Path) -> None:
+    with Job(script("fit_again", {"strategy": "ddp", "num_ranks": 2}, tmp_path), cwd=tmp_path) as job:
+        job.wait(TIMEOUT_S)
+    check_fit_again(tmp_path, num_ranks=2, other_samples_per_step=12)
