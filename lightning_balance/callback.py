@@ -21,6 +21,8 @@ from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
 CHECKPOINT_KEY = "lightning_balance"
+OF_A_RUN = {"_fit", "_weights", "_report", "_place", "_batch", "_control", "_is_first_batch"}
+"""Attributes of the callback that belong to one ``fit``; their defaults stand in the class."""
 
 
 class BalanceCallback(HasBalanceSettings, Callback):
@@ -78,6 +80,10 @@ class BalanceCallback(HasBalanceSettings, Callback):
     _batch: Any = None
     _control: BudgetControl | None = None
     _is_first_batch = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing of a run: a launcher pickles a trainer's callbacks before its run, whatever they ran in before."""
+        return {name: value for name, value in self.__dict__.items() if name not in OF_A_RUN}
 
     # ------------------------------------------------------------------ before training
 
@@ -296,5 +302,5 @@ class BalanceCallback(HasBalanceSettings, Callback):
             self._fit.close()
 
     def _forget(self) -> None:
-        self._fit = self._weights = self._report = self._place = self._batch = self._control = None
-        self._is_first_batch = True
+        for name in OF_A_RUN & self.__dict__.keys():
+            delattr(self, name)

@@ -3,9 +3,9 @@
     with Job([sys.executable, "train.py"], cwd=folder) as job:
         job.wait(timeout_s=60)                      # raises with the job's output when it failed or ran too long
 
-Launchers start processes in sessions of their own (torchrun does), so that killing one process group is not enough. Every
-process of a job inherits a variable that names the job, and when the `with` block ends, for any reason, whatever carries
-it is killed. (Linux only: elsewhere only the process group is.)
+Launchers start processes in sessions of their own (torchrun does), so that killing one process group is not enough.
+Every process of a job inherits a variable that names the job, and when the `with` block ends, for any reason, whatever
+carries it is killed. (On Linux; elsewhere only the process group is.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from tests.command import RANK_VARIABLES, REPOSITORY
 from tests.distributed import free_port
@@ -71,9 +70,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         while pids := self._pids():

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lightning_balance as lb
-from tests.toys import IGNORED, ScalarModel, TokenDataset, equal_samples, loader, trainer
+from tests.toys import IGNORED, ScalarModel, equal_samples, loader, trainer
 
 LENGTHS = [1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3, 6, 6, 1, 9, 2, 8, 1, 3, 5, 4]
 OTHER_LENGTHS = [2, 9, 4, 1, 1, 6, 3, 3, 8, 5, 2, 7, 4, 1, 10, 6, 2, 3]
@@ -43,7 +44,7 @@ def count_tokens(sample: dict[str, Any]) -> int:
 
 
 def balance(mode: str) -> lb.BalanceCallback:
-    """The callback; "budget" with everything that has to reach a spawned process by pickle, functions of this script."""
+    """The callback; "budget" has what a spawned process gets by pickle, functions of this script among it."""
     if mode == "slots":
         return lb.BalanceCallback(loss_reduction="token_mean", seed=SEED, print_summary=False)
     return lb.BalanceCallback(
@@ -137,7 +138,7 @@ def fit(
 
 
 def one_after_the_other(place: dict[str, Any], folder: Path) -> None:
-    """Three trainers in one process: fixed slots; a budget; and the budget's callback again in a trainer that continues."""
+    """Three trainers in one process: fixed slots; a budget; its callback again, in a trainer that continues."""
     fit(make_trainer(place, balance("slots"), Recorder(folder, "slots")))
     callback = balance("budget")
     saver = ModelCheckpoint(folder, save_last=True)
@@ -146,11 +147,28 @@ def one_after_the_other(place: dict[str, Any], folder: Path) -> None:
 
 
 def fit_again(place: dict[str, Any], folder: Path) -> None:
-    """One trainer, three times: two epochs, two more with the same model, two more with another model and other data."""
+    """One trainer, three times: two epochs, two more with the same model, two more with another and other data."""
     used = make_trainer(place, balance("budget"), Recorder(folder, "begun"))
     model = fit(used)
     fit_more(used, folder, "continued", model)
     fit_more(used, folder, "other", None, lengths=OTHER_LENGTHS, batch_size=3, num_workers=1)
+
+
+class BalancedData(lb.BalancedDataModuleMixin, LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(equal_samples(LENGTHS), BATCH_SIZE, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(equal_samples(LENGTHS), 6)
+
+
+def used_before(place: dict[str, Any], folder: Path) -> None:
+    """A callback that balanced a run in this process, in a trainer that launches; then a data module that balances."""
+    callback = balance("budget")
+    fit(make_trainer({}, callback, Recorder(folder, "alone")))
+    fit(make_trainer(place, callback, Recorder(folder, "launched")))
+    data = BalancedData(max_tokens=MAX_TOKENS, loss_reduction=count_targets, seed=SEED, print_summary=False)
+    make_trainer(place, Recorder(folder, "data_module")).fit(ScalarModel(lr=LEARNING_RATE), data)
 
 
 def fit_more(used: Trainer, folder: Path, name: str, model: ScalarModel | None, **arguments: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import pickle
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 
-import lightning_balance as lb
 from tests import launched
 from tests.jobs import Job, torchrun
-from tests.launched import LEARNING_RATE, LENGTHS, OTHER_LENGTHS, SAMPLES_PER_STEP, SEED, Record
+from tests.launched import LEARNING_RATE, LENGTHS, OTHER_LENGTHS, SAMPLES_PER_STEP, SEED, Record, Recorder
+from tests.toys import ScalarModel
 
 SCRIPT = Path(launched.__file__)
 TIMEOUT_S = 120.0
@@ -181,3 +182,60 @@ def test_one_trainer_fits_again_on_two_ranks(tmp_path: Path) -> None:
     with Job(script("fit_again", {"strategy": "ddp", "num_ranks": 2}, tmp_path), cwd=tmp_path) as job:
         job.wait(TIMEOUT_S)
     check_fit_again(tmp_path, num_ranks=2, other_samples_per_step=12)
+
+
+def test_a_callback_that_was_used_and_a_data_module_reach_spawned_processes(tmp_path: Path) -> None:
+    with Job(script("used_before", {"strategy": "ddp_spawn", "num_ranks": 2}, tmp_path), cwd=tmp_path) as job:
+        job.wait(TIMEOUT_S)
+    check(Record.read(tmp_path, "alone"), [0, 1], num_ranks=1, samples_per_step=4)
+    for name in ("launched", "data_module"):
+        check(Record.read(tmp_path, name), [0, 1], launcher="_MultiProcessingLauncher")
+
+
+@pytest.mark.parametrize("mode", ["slots", "budget"])
+def test_a_pickled_callback_has_the_options_and_nothing_of_a_run(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = launched.balance(mode)
+    launched.fit(launched.make_trainer(ONE_PROCESS, callback))
+    assert len(pickle.dumps(callback)) < 10_000
+    for copied in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
+        assert copied.settings.differing_options(callback.settings) == []
+        launched.fit(launched.make_trainer(ONE_PROCESS, copied, Recorder(tmp_path, "copied")))
+        check(Record.read(tmp_path, "copied"), [0, 1], num_ranks=1)
+
+
+class FailsOnce(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            self.batch = -1
+            raise RuntimeError("fails once")
+
+
+@pytest.mark.parametrize("mode", ["slots", "budget"])
+@pytest.mark.parametrize("batch", [1, 8, 13])
+def test_a_fit_after_one_that_failed_trains_its_epoch_again(
+    mode: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without the callback, `fit` without a checkpoint begins the epoch anew; of the broken window nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    used = launched.make_trainer(ONE_PROCESS, launched.balance(mode), FailsOnce(batch), Recorder(tmp_path, "again"))
+    model = ScalarModel(lr=LEARNING_RATE)
+    with pytest.raises(RuntimeError, match="fails once"):
+        launched.fit(used, model)
+    assert used.accumulate_grad_batches == ONE_PROCESS["accumulate_grad_batches"]
+    epochs, weight, num_steps = range(used.current_epoch, 2), float(model.layer.weight.detach()), used.global_step
+    model.served, model.epochs, model.gradients = [], [], []
+    launched.fit(used, model)
+    expected = [gradient for epoch in epochs for gradient in gradients_of_epoch(LENGTHS, epoch, SAMPLES_PER_STEP)]
+    for epoch in epochs:
+        served = [s for batch, own in zip(model.served, model.epochs, strict=True) if own == epoch for s in batch]
+        assert sorted(served) == list(range(len(LENGTHS)))
+    assert model.gradients == pytest.approx(expected, rel=1e-6)
+    assert used.global_step == num_steps + len(expected)
+    assert float(model.layer.weight.detach()) == pytest.approx(weight - LEARNING_RATE * math.fsum(expected), rel=1e-5)
+    assert model.num_validations == 2

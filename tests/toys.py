@@ -109,7 +109,7 @@ class ScalarModel(LightningModule):
 
 
 def trainer(strategy: str | Strategy = "single", num_ranks: int = 1, **arguments: Any) -> Trainer:
-    """A quiet CPU trainer; strategy is "single", "fsdp2", "fsdp1" (needs GPUs), or what a Trainer takes ("ddp", ...)."""
+    """A quiet CPU trainer; strategy is "single", "fsdp2", "fsdp1" (needs GPUs), or what a Trainer takes."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": num_ranks,
