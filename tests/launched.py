@@ -178,35 +178,55 @@ def fit_more(used: Trainer, folder: Path, name: str, model: ScalarModel | None, 
     fit(used, model, **arguments)
 
 
-class ShowsThatItRuns(Callback):
-    """Writes a file at the given micro-batch, and takes its time so that a signal meets the epoch's middle."""
+class WaitsForSigterm(Callback):
+    """In one hook of the second epoch, every rank says that it is there and goes on when the signal has come."""
 
-    def __init__(self, path: Path, num_batches: int) -> None:
-        self.path, self.num_batches = path, num_batches
+    def __init__(self, folder: Path, moment: str) -> None:
+        self.folder, self.moment = folder, moment
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.num_batches:
-            self.path.touch()
-        time.sleep(0.05)
+    def _wait(self, trainer: Trainer, moment: str) -> None:
+        if not self.moment.startswith(moment) or trainer.current_epoch != 1 or trainer.sanity_checking:
+            return
+        (self.folder / f"waits-rank{trainer.global_rank}").touch()
+        while not trainer.received_sigterm:
+            time.sleep(0.01)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._wait(trainer, "in a window")
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self._wait(trainer, "before a step")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == 3:
+            self._wait(trainer, "after a batch")
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._wait(trainer, "in validation")
+
+
+SAVED = ("model", "last", "on_exception")
 
 
 def until_sigterm(place: dict[str, Any], folder: Path) -> None:
-    """Train slowly; what is saved when a signal ends the run are the files of the two callbacks that Lightning has."""
+    """Train until a signal comes at the moment that FOLDER's name begins with; Lightning's callbacks save SAVED."""
     savers = (
         ModelCheckpoint(folder, filename="model", save_last=True, save_on_exception=True),
         OnExceptionCheckpoint(folder),
     )
-    shows = ShowsThatItRuns(folder / "runs", num_batches=5)
-    used = make_trainer(
-        place, *savers, shows, balance("budget"), Recorder(folder, "stopped"), enable_checkpointing=True
-    )
-    fit(used)
+    waits = WaitsForSigterm(folder, folder.name)
+    fit(make_trainer(place, *savers, waits, balance("budget"), Recorder(folder, "stopped"), enable_checkpointing=True))
 
 
 def after_sigterm(place: dict[str, Any], folder: Path) -> None:
-    """Continue from each of the files."""
-    for name in ("model", "last", "on_exception"):
-        fit(make_trainer(place, balance("budget"), Recorder(folder, name)), ckpt_path=folder / f"{name}.ckpt")
+    """Train without a stop; then continue from all that was saved in the folders in this one."""
+    fit(make_trainer(place, balance("budget"), Recorder(folder, "whole")))
+    for path in sorted(folder.glob("*/*.ckpt")):
+        fit(make_trainer(place, balance("budget"), Recorder(path.parent, path.stem)), ckpt_path=path)
 
 
 def main(scenario: str, place: str, folder: str) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import json
 import math
+import os
 import pickle
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +90,7 @@ def check_one_after_the_other(folder: Path, num_ranks: int = 2, launcher: str | 
 
 
 def words(scenario: str, place: dict[str, Any], folder: Path) -> list[str]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return [scenario, json.dumps(place), str(folder)]
 
 
@@ -221,7 +223,7 @@ class FailsOnce(Callback):
 def test_a_fit_after_one_that_failed_trains_its_epoch_again(
     mode: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without the callback, `fit` without a checkpoint begins the epoch anew; of the broken window nothing is left."""
+    """As without the callback, `fit` without a checkpoint begins the epoch anew; the broken window left nothing."""
     monkeypatch.chdir(tmp_path)
     used = launched.make_trainer(ONE_PROCESS, launched.balance(mode), FailsOnce(batch), Recorder(tmp_path, "again"))
     model = ScalarModel(lr=LEARNING_RATE)
@@ -239,3 +241,48 @@ def test_a_fit_after_one_that_failed_trains_its_epoch_again(
     assert used.global_step == num_steps + len(expected)
     assert float(model.layer.weight.detach()) == pytest.approx(weight - LEARNING_RATE * math.fsum(expected), rel=1e-5)
     assert model.num_validations == 2
+
+
+# ---------------------------------------------------------------------- SIGTERM
+
+
+def stop_by_sigterm(command: list[str], folder: Path, cwd: Path, exit_codes: Sequence[int]) -> None:
+    """Signal a job's first process, once, when all ranks are at the moment; launchers pass it on to all ranks."""
+    with Job(command, cwd=cwd) as job:
+        for rank in range(2):
+            job.wait_for(folder / f"waits-rank{rank}", TIMEOUT_S)
+        os.kill(job.pid, signal.SIGTERM)
+        job.wait(TIMEOUT_S, exit_codes)
+
+
+def check_continues(folder: Path, whole: list[Record]) -> None:
+    stopped = Record.read(folder, "stopped")
+    for saved in launched.SAVED:
+        continued = Record.read(folder, saved)
+        for before, after, uninterrupted in zip(stopped, continued, whole, strict=True):
+            num_kept = len(uninterrupted.served) - len(after.served)
+            assert 0 < num_kept <= len(before.served)
+            assert before.served[:num_kept] + after.served == uninterrupted.served
+            assert before.gradients + after.gradients == pytest.approx(uninterrupted.gradients, rel=1e-6)
+            assert after.weight == pytest.approx(uninterrupted.weight, rel=1e-6)
+            assert after.num_steps == uninterrupted.num_steps
+            assert after.num_validations == 1  # that of the second epoch, in which the run was stopped
+
+
+@pytest.mark.slow
+def test_what_sigterm_leaves_continues_exactly(tmp_path: Path) -> None:
+    place = {"strategy": "ddp", "num_ranks": 2}
+    for moment in ("in a window", "before a step", "after a batch", "in validation"):
+        folder = tmp_path / moment
+        stop_by_sigterm(script("until_sigterm", place, folder), folder, tmp_path, exit_codes=[0])
+    folder = tmp_path / "after a batch under torchrun"
+    [command] = torchrun(SCRIPT, *words("until_sigterm", place, folder), num_ranks_per_node=2)
+    stop_by_sigterm(command, folder, tmp_path, exit_codes=[1])
+    with Job(script("after_sigterm", place, tmp_path), cwd=tmp_path) as job:
+        job.wait(TIMEOUT_S)
+    whole = Record.read(tmp_path, "whole")
+    check(whole, [0, 1])
+    folders = sorted({path.parent for path in tmp_path.glob("*/*.ckpt")})
+    assert len(folders) == 5
+    for folder in folders:
+        check_continues(folder, whole)
