@@ -243,6 +243,25 @@ def test_a_fit_after_one_that_failed_trains_its_epoch_again(
     assert model.num_validations == 2
 
 
+@pytest.mark.parametrize("mode", ["slots", "budget"])
+def test_a_fit_after_one_that_max_steps_ended_begins_the_next_epoch(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without the callback; a checkpoint instead would continue inside the epoch (tests/test_resume.py)."""
+    monkeypatch.chdir(tmp_path)
+    used = launched.make_trainer(ONE_PROCESS, launched.balance(mode), Recorder(tmp_path, "again"), max_epochs=3)
+    used.fit_loop.epoch_loop.max_steps = 4
+    model = launched.fit(used)
+    assert used.global_step == 4
+    model.served, model.epochs, model.gradients = [], [], []
+    used.fit_loop.epoch_loop.max_steps = -1
+    launched.fit(used, model)
+    [record] = Record.read(tmp_path, "again")
+    assert set(record.epochs) == {2}
+    assert sorted(samples_of_epoch([record], 2)) == list(range(len(LENGTHS)))
+    assert record.gradients == pytest.approx(gradients_of_epoch(LENGTHS, 2, SAMPLES_PER_STEP), rel=1e-6)
+
+
 # ---------------------------------------------------------------------- SIGTERM
 
 
@@ -270,6 +289,7 @@ def check_continues(folder: Path, whole: list[Record]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # six jobs one after the other, each with its own timeout
 def test_what_sigterm_leaves_continues_exactly(tmp_path: Path) -> None:
     place = {"strategy": "ddp", "num_ranks": 2}
     for moment in ("in a window", "before a step", "after a batch", "in validation"):
