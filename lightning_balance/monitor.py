@@ -198,16 +198,15 @@ class RunMonitor:
 
     @property
     def has_epoch_values(self) -> bool:
-        """Whether a step ended since the last :meth:`epoch_values`; not so when a run restarts at its epoch's end."""
+        """Whether a step ended since the last :meth:`epoch_values`; not so in an epoch that is cut inside its first
+        window, or continued at its end."""
         return self.pad_efficiency.update_called
 
     def epoch_values(self) -> dict[str, float | Tensor]:
         """Values of the epoch over all ranks, under names ending in ``_epoch``. A collective call.
 
-        They cover what this process did of the epoch; none where it only ended one that was trained before a restart.
+        They cover what this process did of the epoch; only where :attr:`has_epoch_values`.
         """
-        if not self.pad_efficiency.update_called:
-            return {}
         self.peak_memory.update()
         values = {"pad_efficiency": self.pad_efficiency.compute(), "cost_spread": self.cost_spread.compute()}
         values.update(self._peak())
