@@ -198,8 +198,10 @@ class RunMonitor:
 
     @property
     def has_epoch_values(self) -> bool:
-        """Whether a step ended since the last :meth:`epoch_values`; not so in an epoch that is cut inside its first
-        window, or continued at its end."""
+        """Whether a step ended since the last :meth:`epoch_values`.
+
+        Not so in an epoch that is cut inside its first window, or continued at its end.
+        """
         return self.pad_efficiency.update_called
 
     def epoch_values(self) -> dict[str, float | Tensor]:

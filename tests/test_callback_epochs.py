@@ -17,37 +17,20 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_balance import BalanceCallback, BalancedBatchSampler, BalancedDataModuleMixin
 from tests.distributed import run_ranks
 from tests.toys import ScalarModel, TokenDataset, collate, equal_samples, loader, trainer
+from tests.trainer_flags import LONG_TAIL, MODES, TWO_SIXES
 
-LONG_TAIL = [9, 1, 2, 1, 7, 1, 1, 3, 1, 2, 1, 1, 5, 1, 1, 2, 4]
-# Two samples of 6 and twelve of 1 under a budget of 12 tokens: with this seed 3, 5 and 2 micro-batches.
-TWO_SIXES = [6, 6] + [1] * 12
-THREE_FIVE_TWO: dict[str, Any] = {"max_tokens": 12, "seed": 1884, "step_unit": "tokens"}
+THREE_FIVE_TWO = MODES["filled to the budget"].options  # micro-batches in epochs 0, 1 and 2 of TWO_SIXES
 
 
 class Seen(ScalarModel):
-    """Keeps the lengths of epochs as trainer and loader say them, and the number of optimizer steps."""
+    """Keeps the lengths of epochs as the trainer says them."""
 
-    def __init__(self, *, total_steps: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.total_steps = total_steps
         self.planned: list[int] = []
-        self.estimated: int | float | None = None
-        self.num_optimizer_steps = 0
 
     def on_train_epoch_start(self) -> None:
         self.planned.append(int(self.trainer.num_training_batches))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().on_before_optimizer_step(optimizer)
-        self.num_optimizer_steps += 1
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        if not self.total_steps:
-            return optimizer
-        self.estimated = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=int(self.estimated))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def served_in(self, epoch: int) -> list[list[int]]:
         return [indices for indices, seen in zip(self.served, self.epochs, strict=True) if seen == epoch]
@@ -123,16 +106,6 @@ def test_a_second_fit_of_one_trainer_goes_on_with_the_next_epoch() -> None:
     assert again.accumulate_grad_batches == 1
 
 
-@pytest.mark.parametrize("reloads", [0, 1])
-def test_epochs_of_three_five_and_two_micro_batches_run_and_validate_each(reloads: int) -> None:
-    data = equal_samples(TWO_SIXES)
-    model = fit(data, 1, max_epochs=3, options=THREE_FIVE_TWO, reload_dataloaders_every_n_epochs=reloads)
-    assert model.num_batches_per_epoch() == [3, 5, 2]
-    assert model.planned == [3, 5, 2]
-    assert model.num_validations == 3
-    assert [sorted(flat(model.served_in(epoch))) for epoch in range(3)] == [list(range(14))] * 3
-
-
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
 def test_longer_and_shorter_epochs_are_whole_with_workers(workers: dict[str, Any]) -> None:
     data = equal_samples(TWO_SIXES)
@@ -162,27 +135,6 @@ def test_a_reloaded_loader_with_other_data_gives_each_epoch_its_own_length() -> 
     ).fit(model, datamodule=OtherDataEveryEpoch())
     assert model.num_batches_per_epoch() == [3, 5, 2]
     assert model.num_validations == 3
-
-
-# Epochs of 3, 5 and 2 batches: after every int(0.5 * length) there are 3, 2 and 2 validations, after every 2nd 1, 2, 1.
-@pytest.mark.parametrize(("interval", "validations"), [(0.5, 3 + 2 + 2), (1.0, 3), (2, 1 + 2 + 1)])
-def test_validation_intervals_follow_the_epochs_length(interval: float, validations: int) -> None:
-    data = equal_samples(TWO_SIXES)
-    model = fit(data, 1, max_epochs=3, options=THREE_FIVE_TWO, val_check_interval=interval)
-    assert model.num_validations == validations
-
-
-def test_validation_by_the_clock_works() -> None:
-    model = fit(equal_samples([1] * 4), 2, max_epochs=2, val_check_interval="01:00:00:00")
-    assert model.num_batches_per_epoch() == [2, 2]
-    assert model.num_validations == 0
-
-
-def test_a_share_of_the_epochs_batches_holds_for_epochs_of_any_length() -> None:
-    # 0.4 of 3, 5 and 2 batches: 1, 2 and, as no epoch may be empty, at least 1.
-    data = equal_samples(TWO_SIXES)
-    model = fit(data, 1, max_epochs=3, options=THREE_FIVE_TWO, limit_train_batches=0.4)
-    assert model.num_batches_per_epoch() == [1, 2, 1]
 
 
 class FailsOnce(Seen):
@@ -235,65 +187,6 @@ def test_shuffle_false_serves_the_datas_order_in_every_epoch(workers: int) -> No
     model = fit(equal_samples([1] * 8), 2, max_epochs=2, loader_arguments={"shuffle": False, "num_workers": workers})
     steps = [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert model.served == steps * 2
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "accumulated": {"accumulate": 3},
-    "budget": {"max_tokens": 9},
-    "budget, many slots": {"max_tokens": 9, "samples_per_step": 8},
-    "budget in steps of accumulated size": {"max_tokens": 9, "accumulate": 2},
-    "filled": {"max_tokens": 9, "step_unit": "tokens"},
-    "filled, accumulated": {"max_tokens": 9, "step_unit": "tokens", "accumulate": 3},
-    "lookahead": {"max_tokens": 9, "samples_per_step": 4, "lookahead": 3},
-}
-
-
-def fit_mode(mode: str, *, max_epochs: int = 3, **trainer_arguments: Any) -> Seen:
-    options = dict(MODES[mode])
-    accumulate = options.pop("accumulate", 1)
-    return fit(
-        equal_samples(LONG_TAIL),
-        2,
-        model=Seen(total_steps=True),
-        options=options,
-        max_epochs=max_epochs,
-        accumulate_grad_batches=accumulate,
-        **trainer_arguments,
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_estimated_steps_are_those_really_taken(mode: str) -> None:
-    model = fit_mode(mode)
-    assert model.num_optimizer_steps == model.trainer.global_step == model.estimated
-    assert [sorted(set(flat(model.served_in(epoch)))) for epoch in range(3)] == [list(range(17))] * 3
-
-
-@pytest.mark.parametrize("limit", [3, 0.5])
-@pytest.mark.parametrize("mode", ["fixed", "accumulated", "budget, many slots"])
-def test_the_estimated_steps_are_right_when_the_epoch_is_limited(mode: str, limit: float) -> None:
-    model = fit_mode(mode, max_epochs=1, limit_train_batches=limit)
-    assert model.num_optimizer_steps == model.estimated
-
-
-def test_the_estimated_steps_are_right_for_epochs_of_three_five_and_two_steps() -> None:
-    data = equal_samples(TWO_SIXES)
-    model = fit(data, 1, model=Seen(total_steps=True), max_epochs=3, options=THREE_FIVE_TWO)
-    assert model.num_optimizer_steps == 10
-    assert model.estimated == 10
-
-
-def test_max_steps_ends_the_run_exactly() -> None:
-    model = fit_mode("budget, many slots", max_epochs=-1, max_steps=4)
-    assert model.num_optimizer_steps == model.trainer.global_step == model.estimated == 4
-
-
-@pytest.mark.parametrize("fast_dev_run", [1, 3])
-def test_fast_dev_run_works(fast_dev_run: int) -> None:
-    for mode in ("fixed", "budget, many slots"):
-        model = fit_mode(mode, fast_dev_run=fast_dev_run)
-        assert len(model.served) == fast_dev_run
 
 
 class SeedsByIndex(Dataset[dict[str, Any]]):
@@ -355,8 +248,6 @@ def run_on_two_ranks(strategy: str) -> dict[str, Any]:
             "planned": model.planned,
             "validations": model.num_validations,
             "gradients": model.gradients,
-            "estimated": model.estimated,
-            "steps": model.num_optimizer_steps,
         }
         return model
 
@@ -369,13 +260,6 @@ def run_on_two_ranks(strategy: str) -> dict[str, Any]:
     run("set_epoch", equal_samples([1] * 8), 2, max_epochs=3)
     run("one sample", TokenDataset([[4.0, 6.0]]), 1)
     run("five micro-batches", equal_samples([4] * 10), 5, options={"max_tokens": 8}, max_epochs=2)
-    changing = {"max_tokens": 12, "seed": 0, "step_unit": "tokens"}
-    run("changing", equal_samples([6] * 4 + [1] * 24), 1, options=changing, max_epochs=4)
-    for mode, mode_options in MODES.items():
-        options = dict(mode_options)
-        accumulate = options.pop("accumulate", 1)
-        arguments: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
-        run(f"mode {mode}", equal_samples(LONG_TAIL), 1, model=Seen(total_steps=True), options=options, **arguments)
     torch.manual_seed(torch.distributed.get_rank())
     run("seeded by rank", equal_samples([2] * 16), 2)
     return found
@@ -432,20 +316,3 @@ def test_five_micro_batches_are_served_as_six_and_validated_every_epoch(ranks: l
     for epoch in range(2):
         indices = flat(flat(served(ranks, "five micro-batches", epoch)))
         assert sorted(set(indices)) == list(range(10))
-
-
-def test_changing_epochs_are_equally_long_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    batches = [rank["changing"]["batches"] for rank in ranks]
-    assert batches[0] == batches[1] == ranks[0]["changing"]["planned"]
-    assert len(set(batches[0])) > 1, "this case should have epochs of different lengths"
-    assert ranks[0]["changing"]["validations"] == 4
-    for epoch in range(4):
-        assert set(flat(flat(served(ranks, "changing", epoch)))) == set(range(28))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_estimated_steps_are_those_really_taken_on_two_ranks(ranks: list[dict[str, Any]], mode: str) -> None:
-    for rank in ranks:
-        assert rank[f"mode {mode}"]["steps"] == rank[f"mode {mode}"]["estimated"]
-    for epoch in range(2):
-        assert set(flat(flat(served(ranks, f"mode {mode}", epoch)))) == set(range(len(LONG_TAIL)))

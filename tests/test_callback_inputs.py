@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
@@ -254,20 +252,6 @@ def test_labels_that_are_not_there_name_the_option() -> None:
 # --- trainers and modules ---------------------------------------------------------------------------------------------
 
 
-def two_callbacks() -> None:
-    callbacks = [BalanceCallback(print_summary=False), BalanceCallback(max_tokens=8, print_summary=False)]
-    trainer(callbacks=callbacks).fit(Untrained(), loader(equal_samples([1, 2]), 1))
-
-
-def test_two_callbacks_are_refused_with_the_way_out() -> None:
-    with pytest.raises(Exception, match="BalanceCallback") as error:
-        two_callbacks()
-    assert isinstance(error.value, ValueError)
-    assert "2 BalanceCallbacks" in str(error.value)
-    assert "keep one" in str(error.value)
-    assert_is_one_sentence(str(error.value))
-
-
 def test_a_callback_added_after_the_first_is_refused() -> None:
     run = trainer(callbacks=[BalanceCallback()])
     run.callbacks.append(BalanceCallback())  # type: ignore[attr-defined]
@@ -275,81 +259,10 @@ def test_a_callback_added_after_the_first_is_refused() -> None:
         run.fit(Untrained(), loader(equal_samples([1, 2]), 1))
 
 
-class AccumulatesItself(SingleDeviceStrategy):
-    """Any strategy that takes accumulation out of the loop's hands, as DeepSpeed does."""
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        return True
-
-
 class Manual(Untrained):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-
-
-class FetchesItself(Untrained):
-    def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-        raise AssertionError
-
-
-BAD_TRAINERS: list[tuple[Callable[[], None], str]] = [
-    (
-        lambda: Trainer(strategy=AccumulatesItself(torch.device("cpu")), callbacks=[BalanceCallback()], **QUIET).fit(
-            Untrained(), loader(equal_samples([1, 2]), 1)
-        ),
-        "BalanceCallback does not support AccumulatesItself",
-    ),
-    (
-        lambda: fit(loader(equal_samples([1, 2]), 1), module=Manual()),
-        "does not weight manual optimization, and Manual.automatic_optimization is False",
-    ),
-    (
-        lambda: fit(loader(equal_samples([1, 2]), 1), module=FetchesItself()),
-        "FetchesItself.training_step(dataloader_iter)",
-    ),
-    (
-        lambda: fit(loader(equal_samples([1, 2]), 1), callbacks=[GradientAccumulationScheduler({0: 2})]),
-        "BalanceCallback and GradientAccumulationScheduler",
-    ),
-    (lambda: fit(loader(equal_samples([1, 2]), 1), overfit_batches=1), "Trainer(overfit_batches=1"),
-    (lambda: fit(loader(equal_samples([1, 2]), 1), overfit_batches=0.5), "Trainer(overfit_batches=0.5)"),
-]
-
-
-@pytest.mark.parametrize(("attempt", "expected"), BAD_TRAINERS, ids=[text for _, text in BAD_TRAINERS])
-def test_a_trainer_that_cannot_balance_is_refused(attempt: Callable[[], None], expected: str) -> None:
-    message = message_of(attempt)
-    assert expected in message
-    assert message.startswith("ValueError")
-    assert_is_one_sentence(message)
-
-
-def test_deepspeed_is_named_with_what_to_use_instead() -> None:
-    from lightning_balance.checks import check_trainer
-
-    run = trainer()
-    # Without the deepspeed package its strategy cannot be constructed; the check only looks at its class.
-    run._accelerator_connector.strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # type: ignore[attr-defined]
-    message = message_of(lambda: check_trainer(run, ScalarModel()))
-    assert "does not support DeepSpeedStrategy" in message
-    assert "use strategy='ddp'" in message
-    assert_is_one_sentence(message)
-
-
-def test_the_batch_size_finder_is_refused() -> None:
-    from lightning.pytorch.tuner import Tuner
-
-    class Data(LightningDataModule):
-        batch_size = 1
-
-        def train_dataloader(self) -> Any:
-            return loader(equal_samples([1, 2, 3, 4]), self.batch_size)
-
-    run = trainer(callbacks=[BalanceCallback(print_summary=False)])
-    with pytest.raises(ValueError, match="BalanceCallback and the batch size finder"):
-        Tuner(run).scale_batch_size(Untrained(), datamodule=Data(), max_trials=1)
 
 
 def test_after_a_refusal_the_same_trainer_can_train() -> None:
@@ -500,14 +413,6 @@ def test_what_fails_on_one_rank_is_raised_on_all(
 def test_other_samples_on_a_rank_that_did_not_read_them_are_noticed() -> None:
     for message in run_ranks(run_scanned_data_that_differ, 2, timeout_s=40):
         assert "the number of samples differs between ranks" in message or "rank 1 failed" in message
-
-
-def test_the_learning_rate_finder_is_refused() -> None:
-    from lightning.pytorch.tuner import Tuner
-
-    run = trainer(callbacks=[BalanceCallback()])
-    with pytest.raises(ValueError, match=r"learning rate finder \(Tuner.lr_find\).*without BalanceCallback"):
-        Tuner(run).lr_find(ScalarModel(lr=0.1), loader(equal_samples([1, 2]), 1))
 
 
 def test_samples_per_step_beside_a_step_in_tokens_is_refused() -> None:

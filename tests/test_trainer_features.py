@@ -1,21 +1,15 @@
-"""Windows of any length behave like plain accumulation windows for everything else in Lightning."""
+"""Windows of any length behave like plain accumulation windows for everything else in Lightning.
+
+What Trainer flags and Lightning's own callbacks do is in tests/test_trainer_flags.py.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -27,36 +21,6 @@ from tests.toys import ScalarModel, TokenDataset, loader, trainer
 LENGTHS = [5, 1, 2, 8, 1, 1, 3, 2, 6, 1, 4, 2, 2, 7, 1, 1, 3, 3]
 DATA = TokenDataset([[float(i + 1)] * n for i, n in enumerate(LENGTHS)])
 BUDGET: dict[str, Any] = {"max_tokens": 8, "samples_per_step": 6, "seed": 0}  # steps of 2 to 4 micro-batches
-
-
-class Scheduled(ScalarModel):
-    """Multiplies its learning rate by 0.9 at every optimizer step, and asks how many there will be."""
-
-    def configure_optimizers(self) -> Any:
-        self.estimated = self.trainer.estimated_stepping_batches
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class OneCycle(ScalarModel):
-    """Fails when the schedule overruns (PL#12894)."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        total_steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Weights(Callback):
-    """Keeps the weight after every optimizer step."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.seen.append(pl_module.layer.weight.item())
 
 
 def run(model: ScalarModel, *callbacks: Callback, options: dict[str, Any] | None = None, **arguments: Any) -> Any:
@@ -71,117 +35,6 @@ def test_windows_have_different_lengths_here() -> None:
     run(model)
     assert len(model.gradients) == 3
     assert len(model.served) > 6
-
-
-@pytest.mark.parametrize("model_class", [Scheduled, OneCycle])
-@pytest.mark.parametrize("options", [BUDGET, {"max_tokens": 12, "seed": 0}, {"seed": 0}])
-def test_schedulers_step_once_per_optimizer_step(model_class: type[ScalarModel], options: dict[str, Any]) -> None:
-    model = model_class()
-    used = run(model, options=options, max_epochs=3)
-    assert used.global_step == len(model.gradients) == 9
-    if isinstance(model, Scheduled):
-        assert model.estimated == 9
-        assert used.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**9)
-
-
-@pytest.mark.parametrize("limit", [1, 4, 0.5])
-def test_the_estimate_counts_the_steps_of_a_limited_epoch(limit: float) -> None:
-    model = Scheduled()
-    used = run(model, limit_train_batches=limit, max_epochs=3)
-    assert model.estimated == used.global_step == len(model.gradients)
-
-
-def test_max_steps_counts_optimizer_steps() -> None:
-    model = ScalarModel()
-    assert run(model, max_steps=4, max_epochs=-1).global_step == len(model.gradients) == 4
-
-
-@pytest.mark.parametrize("limit", [1, 2, 5, 0.5])
-def test_limit_train_batches_weighs_what_runs(limit: float) -> None:
-    model = ScalarModel()
-    used = run(model, limit_train_batches=limit, max_epochs=2)
-    per_epoch = len(model.served) // 2
-    assert per_epoch == used.num_training_batches == (limit if isinstance(limit, int) else per_epoch)
-    # The last window of the epoch is cut: its gradient is the mean over the samples that ran.
-    whole = ScalarModel()
-    run(whole, max_epochs=1)
-    steps = _windows(whole, per_epoch)
-    expected = [reference_gradient([DATA.samples[i] for i in step], "token_mean") for step in steps]
-    assert model.gradients[: len(expected)] == pytest.approx(expected, rel=1e-5)
-
-
-def _windows(model: ScalarModel, num_batches: int) -> list[list[int]]:
-    """Samples of each step among the first micro-batches of an epoch; a step has 6 samples."""
-    steps: list[list[int]] = [[]]
-    for micro_batch in model.served[:num_batches]:
-        if len(steps[-1]) == 6:
-            steps.append([])
-        steps[-1] += micro_batch
-    return steps
-
-
-def test_checkpoints_are_saved_by_optimizer_steps(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run(ScalarModel(), saver, max_epochs=2, enable_checkpointing=True)
-    assert sorted(path.stem for path in tmp_path.glob("*.ckpt")) == ["step=2", "step=4", "step=6"]
-
-
-def test_learning_rates_are_logged_once_per_step(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    run(Scheduled(), LearningRateMonitor("step"), logger=logger, log_every_n_steps=1, max_epochs=2)
-    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    column = rows[0].split(",").index("lr-SGD")
-    values = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
-    assert sorted(set(values), reverse=True) == pytest.approx([0.1 * 0.9**step for step in range(6)])
-
-
-class Worsening(ScalarModel):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", float(self.num_validations), batch_size=1)
-
-
-def test_early_stopping_ends_the_run() -> None:
-    model = Worsening()
-    used = run(model, EarlyStopping("val_loss", patience=1), max_epochs=10)
-    assert used.current_epoch == 2
-    assert used.global_step == 6
-
-
-@pytest.mark.parametrize("clip", [0.5, 1e3])
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_sees_the_gradient_of_the_step(clip: float, algorithm: str) -> None:
-    weights = Weights()
-    model = ScalarModel(lr=1.0)
-    run(model, weights, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
-    steps = [a - b for a, b in zip([*weights.seen, model.layer.weight.item()], [*weights.seen[1:]], strict=False)]
-    assert steps == pytest.approx([min(g, clip) for g in model.gradients[: len(steps)]], rel=1e-4)
-
-
-def test_averaged_weights_are_those_after_each_step() -> None:
-    weights = Weights()
-    model = ScalarModel(lr=0.01)
-    run(model, weights, WeightAveraging(), max_epochs=2)
-    last = weights.seen[-1] - 0.01 * model.gradients[-1]
-    assert len(weights.seen) == 6
-    assert model.layer.weight.item() == pytest.approx(sum([*weights.seen[1:], last]) / 6)
-
-
-def test_stochastic_weight_averaging_runs_through() -> None:
-    model = ScalarModel(lr=0.01)
-    used = run(model, StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1), max_epochs=4)
-    assert used.global_step == 12
-
-
-@pytest.mark.parametrize("arguments", [{"detect_anomaly": True}, {"precision": "bf16-mixed"}, {"fast_dev_run": 2}])
-def test_other_flags_run_with_the_right_gradients(arguments: dict[str, Any]) -> None:
-    whole, model = ScalarModel(), ScalarModel()
-    run(whole)
-    run(model, **arguments)
-    tolerance = 1e-2 if "precision" in arguments else 1e-6
-    if "fast_dev_run" in arguments:
-        assert len(model.served) == 2
-    else:
-        assert model.gradients == pytest.approx(whole.gradients, rel=tolerance)
 
 
 class CountsReductions(ScalarModel):
@@ -296,17 +149,6 @@ def test_a_closure_that_runs_again_counts_its_units_once(reduction: str) -> None
     assert model.gradients == pytest.approx([reference_gradient(DATA.samples, reduction)] * len(model.gradients))
 
 
-def test_an_epoch_shorter_than_the_validation_interval_is_validated_at_its_end() -> None:
-    model = ScalarModel()
-    used = run(model, options={"max_tokens": 8, "samples_per_step": 6, "seed": 1}, max_epochs=4, val_check_interval=1)
-    lengths = [model.epochs.count(epoch) for epoch in range(4)]
-    assert len(set(lengths)) > 1
-    model = ScalarModel()
-    run(model, options={"max_tokens": 8, "samples_per_step": 6, "seed": 1}, max_epochs=4, val_check_interval=lengths[0])
-    assert model.num_validations == 4
-    assert used.current_epoch == 4
-
-
 def test_data_that_grows_and_shrinks_in_place_is_served_whole_when_loaders_are_reloaded() -> None:
     class Growing(ScalarModel):
         def train_dataloader(self) -> Any:
@@ -323,8 +165,14 @@ def test_data_that_grows_and_shrinks_in_place_is_served_whole_when_loaders_are_r
         assert sorted(index for batch in own for index in batch) == list(range(num_samples))
 
 
+class AsksForSteps(ScalarModel):
+    def configure_optimizers(self) -> Any:
+        self.estimated = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 def test_counting_the_steps_of_many_epochs_stops_at_max_steps() -> None:
     balance = BalanceCallback(max_tokens=8, step_unit="tokens", print_summary=False, loss_reduction="token_mean")
-    model = Scheduled()
+    model = AsksForSteps()
     trainer(callbacks=[balance], max_epochs=1000, max_steps=4).fit(model, loader(DATA, 2, shuffle=True))
     assert model.estimated == 4
