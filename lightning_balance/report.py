@@ -20,10 +20,20 @@ from lightning_balance.efficiency import (
     slot_efficiency,
 )
 from lightning_balance.epoch import EpochPlan
+from lightning_balance.micro_batches import MicroBatches, micro_batches_of
 from lightning_balance.shuffle import EpochOrder
+from lightning_balance.unbalanced import plain_batches
 from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
 
-__all__ = ["PlanSummary", "Row", "comparison_rows", "modelled_speed_up", "summarize", "summarize_plain"]
+__all__ = [
+    "PlanSummary",
+    "Row",
+    "comparison_rows",
+    "modelled_speed_up",
+    "summarize",
+    "summarize_micro_batches",
+    "summarize_plain",
+]
 
 Unit = Literal["percent", "factor", "cost", "tokens", "count", "steps", "correlation"]
 
@@ -118,23 +128,11 @@ def summarize(
     check_choice("sync", sync, ("micro_batch", "step"))
     lengths = validate_lengths(lengths)
     steps = [plan.step(index) for index in plan.steps]
-    served = np.concatenate([step.order for step in steps])
-    counts = np.concatenate([step.num_samples for step in steps])
-    plain_steps = _plain_steps(plan, [len(step.order) for step in steps], len(lengths))[served]
-    return _summarize(
-        _Epoch(
-            counts=counts,
-            num_run=np.maximum(counts, 1),  # a filler runs one copied sample
-            padded_lengths=np.concatenate([step.padded_lengths for step in steps]),
-            real_tokens=np.concatenate([step.real_tokens for step in steps]),
-            costs=np.concatenate([step.costs for step in steps]),
-            num_slots_per_step=np.array([step.num_slots for step in steps], dtype=np.int64),
-            lengths=lengths[served],
-            plain_steps=plain_steps,
-        ),
-        useful_cost=_useful_cost(lengths[served], cost),
-        sync=sync,
+    sizes = np.array([len(step.order) for step in steps])
+    epoch = micro_batches_of(
+        plan, lengths, steps, step_indices=np.arange(len(steps)), first_places=np.cumsum(sizes) - sizes
     )
+    return summarize_micro_batches(epoch, cost=cost, sync=sync)
 
 
 def summarize_plain(
@@ -185,35 +183,60 @@ def summarize_plain(
     num_ranks = check_positive_int("num_ranks", num_ranks)
     num_slots = check_positive_int("num_slots", num_slots)
     multiple = check_positive_int("pad_to_multiple_of", pad_to_multiple_of)
-    order = EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle).slice(0, len(lengths))
-    per_rank = -(-len(lengths) // num_ranks)
-    if drop_last:
-        per_rank = len(lengths) // (num_ranks * batch_size) * batch_size
-        if per_rank == 0:
-            raise ValueError(
-                f"drop_last=True leaves no full micro-batch: {len(lengths)} samples are fewer than "
-                f"batch_size * num_ranks = {batch_size * num_ranks}"
-            )
-    places = np.arange(per_rank * num_ranks)
-    is_copy = (places >= len(lengths)).reshape(per_rank, num_ranks)
-    served = lengths[order[places % len(lengths)]].reshape(per_rank, num_ranks)
-    starts = np.arange(0, per_rank, batch_size)
-    num_run = np.broadcast_to(np.diff(starts, append=per_rank)[:, None], (len(starts), num_ranks))
-    padded = -(-np.maximum.reduceat(served, starts) // multiple) * multiple
-    num_slots_per_step = np.diff(np.arange(0, len(starts), num_slots), append=len(starts))
-    return _summarize(
-        _Epoch(
-            counts=num_run - np.add.reduceat(is_copy, starts, dtype=np.int64),
-            num_run=num_run,
-            padded_lengths=padded,
-            real_tokens=np.add.reduceat(np.where(is_copy, 0, served), starts),
-            costs=prepare_cost(cost, padded.ravel(), max_count=batch_size)(num_run, padded),
-            num_slots_per_step=num_slots_per_step,
-            lengths=served[~is_copy],
-            plain_steps=None,
-        ),
-        useful_cost=_useful_cost(served[~is_copy], cost),
-        sync=sync,
+    plain = plain_batches(
+        lengths,
+        EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle),
+        batch_size=batch_size,
+        num_ranks=num_ranks,
+        num_slots=num_slots,
+        cost=cost,
+        pad_to_multiple_of=multiple,
+        drop_last=drop_last,
+    )
+    return summarize_micro_batches(plain, cost=cost, sync=sync)
+
+
+def summarize_micro_batches(
+    epoch: MicroBatches,
+    *,
+    cost: CostFunction | None = None,
+    sync: Literal["micro_batch", "step"] = "micro_batch",
+) -> PlanSummary:
+    """Summarise micro-batches of an epoch or of some of its steps.
+
+    Args:
+        epoch: the micro-batches, with their costs.
+        cost: the cost they were made with, ``None`` for ``CostModel()``; only what the samples cost by themselves is
+            computed with it.
+        sync: when ranks wait for each other.
+    """
+    padded_tokens = epoch.padded_tokens
+    synchronised = epoch.synchronised_costs(sync)
+    time = float(epoch.step_times(sync).sum())
+    samples_per_step = epoch.samples_per_step
+    steps = np.repeat(epoch.step_indices, samples_per_step)
+    shapes = epoch.num_run * (int(epoch.padded_lengths.max()) + 1) + epoch.padded_lengths
+    return PlanSummary(
+        num_ranks=epoch.num_ranks,
+        num_steps=epoch.num_steps,
+        num_micro_batches=len(epoch.costs),
+        num_samples=int(epoch.counts.sum()),
+        num_fillers=int((epoch.counts == 0).sum()),
+        num_shapes=len(np.unique(shapes)),
+        num_padded_lengths=len(np.unique(epoch.padded_lengths)),
+        real_tokens=int(epoch.real_tokens.sum()),
+        padded_tokens=int(padded_tokens.sum()),
+        largest_micro_batch=int(padded_tokens.max()),
+        modelled_time=time,
+        pad_efficiency=pad_efficiency(epoch.real_tokens, padded_tokens),
+        cost_spread=cost_spread(synchronised),
+        slot_efficiency=slot_efficiency(synchronised),
+        model_efficiency=model_efficiency(_useful_cost(epoch.lengths, cost), time, epoch.num_ranks),
+        fewest_samples_per_step=int(samples_per_step.min()),
+        most_samples_per_step=int(samples_per_step.max()),
+        moved_share=0.0 if epoch.plain_steps is None else moved_share(steps, epoch.plain_steps),
+        mean_step_distance=0.0 if epoch.plain_steps is None else mean_step_distance(steps, epoch.plain_steps),
+        length_correlation=length_correlation(epoch.lengths, steps),
     )
 
 
@@ -269,65 +292,6 @@ def comparison_rows(planned: PlanSummary, plain: PlanSummary, *, with_randomness
     ]
     speed_up = Row(label="modelled speed-up", unit="factor", planned=modelled_speed_up(planned, plain), plain=1.0)
     return [*rows[:5], speed_up, *rows[5:]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Epoch:
-    """Micro-batches of an epoch: arrays of shape ``(num_slots of all steps, num_ranks)``, and its samples.
-
-    Attributes:
-        lengths: lengths of the samples, step after step, copies left out.
-        plain_steps: step of the plain shuffle of each of them; ``None`` where it is the sample's own step.
-    """
-
-    counts: NDArray[np.int64]
-    num_run: NDArray[np.int64]
-    padded_lengths: NDArray[np.int64]
-    real_tokens: NDArray[np.int64]
-    costs: NDArray[np.float64]
-    num_slots_per_step: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    plain_steps: NDArray[np.int64] | None
-
-
-def _plain_steps(plan: EpochPlan, samples_per_step: list[int], num_samples: int) -> NDArray[np.int64]:
-    """Return the step of every sample of the dataset if steps of these sizes were slices of the order."""
-    steps = np.full(num_samples, -1, dtype=np.int64)
-    steps[plan.order.slice(0, sum(samples_per_step))] = np.repeat(np.arange(len(samples_per_step)), samples_per_step)
-    return steps
-
-
-def _summarize(epoch: _Epoch, *, useful_cost: float, sync: str) -> PlanSummary:
-    num_ranks = epoch.costs.shape[1]
-    padded_tokens = epoch.num_run * epoch.padded_lengths
-    first_slots = np.cumsum(epoch.num_slots_per_step) - epoch.num_slots_per_step
-    synchronised = epoch.costs if sync == "micro_batch" else np.add.reduceat(epoch.costs, first_slots)
-    time = float(synchronised.max(axis=1).sum())
-    samples_per_step = np.add.reduceat(epoch.counts.sum(axis=1), first_slots)
-    steps = np.repeat(np.arange(len(samples_per_step)), samples_per_step)
-    shapes = epoch.num_run * (int(epoch.padded_lengths.max()) + 1) + epoch.padded_lengths
-    return PlanSummary(
-        num_ranks=num_ranks,
-        num_steps=len(epoch.num_slots_per_step),
-        num_micro_batches=len(epoch.costs),
-        num_samples=int(epoch.counts.sum()),
-        num_fillers=int((epoch.counts == 0).sum()),
-        num_shapes=len(np.unique(shapes)),
-        num_padded_lengths=len(np.unique(epoch.padded_lengths)),
-        real_tokens=int(epoch.real_tokens.sum()),
-        padded_tokens=int(padded_tokens.sum()),
-        largest_micro_batch=int(padded_tokens.max()),
-        modelled_time=time,
-        pad_efficiency=pad_efficiency(epoch.real_tokens, padded_tokens),
-        cost_spread=cost_spread(synchronised),
-        slot_efficiency=slot_efficiency(synchronised),
-        model_efficiency=model_efficiency(useful_cost, time, num_ranks),
-        fewest_samples_per_step=int(samples_per_step.min()),
-        most_samples_per_step=int(samples_per_step.max()),
-        moved_share=0.0 if epoch.plain_steps is None else moved_share(steps, epoch.plain_steps),
-        mean_step_distance=0.0 if epoch.plain_steps is None else mean_step_distance(steps, epoch.plain_steps),
-        length_correlation=length_correlation(epoch.lengths, steps),
-    )
 
 
 def _useful_cost(lengths: NDArray[np.int64], cost: CostFunction | None) -> float:

@@ -10,12 +10,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from torch.utils.data import BatchSampler, DistributedSampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from lightning_balance.cost import CostModel
 from lightning_balance.efficiency import length_correlation
 from lightning_balance.epoch import EpochPlan, plan_epoch
-from lightning_balance.report import PlanSummary, comparison_rows, modelled_speed_up, summarize, summarize_plain
+from lightning_balance.report import (
+    PlanSummary,
+    comparison_rows,
+    modelled_speed_up,
+    summarize,
+    summarize_micro_batches,
+    summarize_plain,
+)
+from lightning_balance.shuffle import EpochOrder
+from lightning_balance.unbalanced import length_grouped_batches, length_grouped_order
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 1, 10_000), 16, 1024).astype(int)
 SHORT = LENGTHS[:203]
@@ -272,3 +283,73 @@ def test_bad_input_is_refused_by_name() -> None:
         summarize_plain([3, 1, 2], drop_last=True, **good)
     with pytest.raises(ValueError, match="sync must be one of"):
         summarize(plan_epoch(SHORT, samples_per_step=24, num_ranks=3), SHORT, sync="auto")  # type: ignore[arg-type]
+
+
+def batches_of_transformers(order: list[int], batch_size: int, num_ranks: int, num_slots: int) -> list[Any]:
+    """Steps, slots and ranks of (samples that run, how many are no copies): batches dealt to ranks in turn, made even.
+
+    Equal to what ``accelerate.data_loader.BatchSamplerShard`` gives for the same batches.
+    """
+    even = -(-len(order) // (batch_size * num_ranks)) * batch_size * num_ranks
+    places = [order[place % len(order)] for place in range(even)]
+    batches = [
+        (places[start : start + batch_size], min(max(len(order) - start, 0), batch_size))
+        for start in range(0, even, batch_size)
+    ]
+    slots = [batches[start : start + num_ranks] for start in range(0, len(batches), num_ranks)]
+    return [slots[start : start + num_slots] for start in range(0, len(slots), num_slots)]
+
+
+@pytest.mark.parametrize("num_samples", [1, 3, 50, 203, 5000])
+@pytest.mark.parametrize("batch_size", [1, 4, 24])
+def test_the_length_grouped_order_is_that_of_transformers(num_samples: int, batch_size: int) -> None:
+    lengths = LENGTHS[:num_samples]
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(7)).numpy()
+    theirs = get_length_grouped_indices(lengths.tolist(), batch_size, generator=torch.Generator().manual_seed(7))
+    assert length_grouped_order(lengths, order, batch_size).tolist() == theirs
+
+
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+@pytest.mark.parametrize("ranks_slots_batch", [(1, 1, 8), (3, 2, 8), (4, 3, 5), (7, 1, 200 // 7)], ids=str)
+def test_length_grouped_batches_are_those_of_transformers_trainer(
+    ranks_slots_batch: tuple[int, int, int], sync: Any
+) -> None:
+    num_ranks, num_slots, batch_size = ranks_slots_batch
+    order = EpochOrder(len(SHORT), seed=5, epoch=2, shuffle=True)
+    drawn = order.slice(0, len(SHORT))
+    steps = batches_of_transformers(
+        length_grouped_order(SHORT, drawn, batch_size * num_slots).tolist(), batch_size, num_ranks, num_slots
+    )
+    plain_step = {sample: place // (batch_size * num_ranks * num_slots) for place, sample in enumerate(drawn.tolist())}
+    distances = [
+        abs(plain_step[sample] - index)
+        for index, step in enumerate(steps)
+        for slot in step
+        for samples, num_real in slot
+        for sample in samples[:num_real]
+    ]
+    in_lengths = [[[(SHORT[samples].tolist(), real) for samples, real in slot] for slot in step] for step in steps]
+    expected = count_slowly(in_lengths, num_ranks, COST, sync, distances=distances)
+    epoch = length_grouped_batches(
+        SHORT, order, batch_size=batch_size, num_ranks=num_ranks, num_slots=num_slots, cost=COST
+    )
+    assert_equal(summarize_micro_batches(epoch, cost=COST, sync=sync), expected)
+    assert max(distances) > 0 or len(steps) < 3
+
+
+def test_steps_can_be_taken_out_of_an_epoch() -> None:
+    order = EpochOrder(len(SHORT), seed=5, epoch=2, shuffle=True)
+    epoch = length_grouped_batches(SHORT, order, batch_size=8, num_ranks=3, num_slots=2, cost=COST)
+    chosen = np.array([3, 0, 4])
+    part = epoch.select(chosen)
+    assert part.step_indices.tolist() == [3, 0, 4]
+    for sync in ("micro_batch", "step"):
+        assert part.step_times(sync).tolist() == epoch.step_times(sync)[chosen].tolist()
+    ends = np.cumsum(epoch.samples_per_step)
+    own = np.concatenate([np.arange(ends[step] - epoch.samples_per_step[step], ends[step]) for step in chosen])
+    assert epoch.plain_steps is not None
+    assert part.plain_steps is not None
+    assert part.lengths.tolist() == epoch.lengths[own].tolist()
+    assert part.plain_steps.tolist() == epoch.plain_steps[own].tolist()
+    whole = epoch.select(np.arange(epoch.num_steps))
+    assert summarize_micro_batches(whole, cost=COST) == summarize_micro_batches(epoch, cost=COST)
