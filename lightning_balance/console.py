@@ -14,6 +14,7 @@ __all__ = ["comparison_cells", "format_value", "print_table", "render_table"]
 _MISSING = "-"
 # Rich takes 80 columns where there is no terminal and would cut cells; no table is that wide.
 _WIDTH_OF_FILES = 1000
+_FRAME_PER_COLUMN = 3
 
 
 def format_value(value: float | None, unit: str) -> str:
@@ -68,6 +69,11 @@ def comparison_cells(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 def render_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as plain text; the first column is aligned to the left, the others to the right.
 
+    Args:
+        title: one line above the table.
+        columns: heads of the columns; a line break divides a long one.
+        rows: cells, each row with one per column.
+
     Raises:
         ValueError: a row has another number of cells than there are columns.
 
@@ -80,13 +86,13 @@ def render_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
         fillers               0
     """
     _check_rows(columns, rows)
-    widths = [max(len(line[place]) for line in [columns, *rows]) for place in range(len(columns))]
+    heads, widths = _heads(columns), _widths(columns, rows)
 
     def line(cells: Sequence[str]) -> str:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
         return "  ".join([cells[0].ljust(widths[0]), *aligned[1:]]).rstrip()
 
-    return "\n".join([title, line(columns), line(["-" * width for width in widths]), *map(line, rows)])
+    return "\n".join([title, *map(line, heads), line(["-" * width for width in widths]), *map(line, rows)])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
@@ -94,7 +100,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
     Args:
         title: one line above the table.
-        columns: heads of the columns.
+        columns: heads of the columns; a line break divides a long one.
         rows: cells, each row with one per column.
         file: where to print, standard output by default.
 
@@ -118,12 +124,29 @@ def _print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
     # Text, not str: a cell such as "[1, 2]" is no markup.
     table = Table(title=Text(title), title_justify="left", title_style="bold")
     for place, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if place else "left", no_wrap=True)
+        table.add_column(Text(column), justify="right" if place else "left", vertical="bottom", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
-    is_terminal = Console(file=file).is_terminal
-    Console(file=file, width=None if is_terminal else _WIDTH_OF_FILES).print(table)
+    console = Console(file=file)
+    if not console.is_terminal:
+        Console(file=file, width=_WIDTH_OF_FILES).print(table)
+        return True
+    if sum(_widths(columns, rows)) + _FRAME_PER_COLUMN * len(columns) + 1 > console.width:
+        return False  # Rich would cut cells; plain lines are narrower, and a terminal wraps what is still too long
+    console.print(table)
     return True
+
+
+def _heads(columns: Sequence[str]) -> list[list[str]]:
+    """Return the lines above the rows, a cell per column; short heads stand at the bottom."""
+    num_lines = max((column.count("\n") + 1 for column in columns), default=1)
+    divided = [column.split("\n") for column in columns]
+    return [list(line) for line in zip(*([""] * (num_lines - len(lines)) + lines for lines in divided), strict=True)]
+
+
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return how many characters the widest cell of each column has."""
+    return [max(len(line[place]) for line in [*_heads(columns), *rows]) for place in range(len(columns))]
 
 
 def _check_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,0 +1,68 @@
+"""What is compared: the run that a user has in mind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_balance.cost import CostModel
+from lightning_balance.validation import check_choice, check_int_at_least, check_positive_int
+
+__all__ = ["SYNC_NAMES", "PlanOptions", "Sync"]
+
+Sync = Literal["micro_batch", "step"]
+
+SYNC_NAMES: dict[str, Sync] = {"fsdp": "micro_batch", "ddp": "step", "micro_batch": "micro_batch", "step": "step"}
+"""When ranks wait for each other, by the strategy that makes them wait or by its own name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """A run whose batches are compared.
+
+    Attributes:
+        num_ranks: data-parallel ranks.
+        num_slots: micro-batches per rank and optimizer step of plain batches (``accumulate_grad_batches``).
+        batch_size: samples of a plain micro-batch.
+        max_tokens: budgets of padded tokens per micro-batch; none: a sweep that fits the lengths.
+        lookahead: numbers of consecutive optimizer steps that may exchange samples, 1 for none.
+        sync: when ranks wait for each other.
+        pad_to_multiple_of: padded lengths are multiples of this.
+        cost: modelled time of a micro-batch.
+        seed: seed of the shuffle.
+        epoch: number of the epoch.
+
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: a number is out of range, or an unknown `sync`.
+
+    Example:
+        >>> PlanOptions(num_ranks=64, num_slots=2, batch_size=8).samples_per_step
+        1024
+    """
+
+    num_ranks: int = 8
+    num_slots: int = 1
+    batch_size: int = 8
+    max_tokens: tuple[int, ...] = ()
+    lookahead: tuple[int, ...] = (4,)
+    sync: Sync = "micro_batch"
+    pad_to_multiple_of: int = 1
+    cost: CostModel = field(default_factory=CostModel)
+    seed: int = 0
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "num_slots", "batch_size", "pad_to_multiple_of"):
+            check_positive_int(name, getattr(self, name))
+        for name in ("seed", "epoch"):
+            check_int_at_least(name, getattr(self, name), 0)
+        for name in ("max_tokens", "lookahead"):
+            for value in getattr(self, name):
+                check_positive_int(name, value)
+        check_choice("sync", self.sync, ("micro_batch", "step"))
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.batch_size * self.num_slots * self.num_ranks
