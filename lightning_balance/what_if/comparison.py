@@ -96,7 +96,8 @@ def compare(
     Plain shuffle and length-grouped batches are always those of the whole epoch. Planned methods take blocks of
     consecutive steps in a random order that the seed decides, until all are planned, `num_steps` are, or the next block
     would take longer than the time that is left; one block is always planned. A block holds whole windows of every
-    lookahead. With a time limit that is reached the figures depend on the machine; `num_steps` gives the same again.
+    lookahead; a last one that is not full comes in the end. With a time limit that is reached the figures depend on the
+    machine; `num_steps` gives the same again.
 
     Args:
         lengths: length of every sample in tokens.

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from lightning_balance.cost import CostModel
-from lightning_balance.what_if import PlanOptions
+from lightning_balance.what_if import Comparison, PlanOptions, compare
+from lightning_balance.what_if.options import Sync
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 1, 600), 16, 1024).astype(np.int64)
-COST = CostModel(intercept=50.0, alpha=0.002)
+COST = CostModel(intercept=5.0, alpha=0.002)
+
+
+@functools.cache
+def exact_comparison(sync: Sync = "micro_batch") -> Comparison:
+    """Every step of LENGTHS with the options of :func:`run_options`; made once, as it takes seconds."""
+    return compare(LENGTHS, run_options(sync=sync))
 
 
 def run_options(**changes: object) -> PlanOptions:

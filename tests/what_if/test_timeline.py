@@ -8,12 +8,12 @@ import pytest
 from lightning_balance.what_if import compare
 from lightning_balance.what_if.histogram import histogram_of
 from lightning_balance.what_if.timeline import lane_of, timeline_of
-from tests.what_if.inputs import LENGTHS, run_options
+from tests.what_if.inputs import LENGTHS, exact_comparison, run_options
 
 
 @pytest.mark.parametrize("sync", ["micro_batch", "step"])
 def test_ranks_start_when_the_slowest_before_is_done(sync) -> None:
-    batches = compare(LENGTHS, run_options(sync=sync)).rebalance
+    batches = exact_comparison(sync).rebalance
     lane = lane_of(batches, sync)
     clocks, slot = [0.0] * 4, 0
     for num_slots in batches.num_slots_per_step.tolist():
@@ -38,7 +38,7 @@ def test_consecutive_steps_with_at_least_four_slots_are_drawn(num_slots, num_ste
 
 
 def test_both_sides_have_the_samples_of_the_same_typical_steps() -> None:
-    comparison = compare(LENGTHS, run_options())
+    comparison = exact_comparison()
     timeline = timeline_of(comparison)
     ratio = timeline.plain.end / timeline.rebalance.end
     assert ratio == pytest.approx(comparison.outcomes[2].speed_up, rel=0.25)
