@@ -244,6 +244,51 @@ def optimality_input(data: Json) -> str:
     return markdown(header, [[*cells, f"{row['num_above']} of {row['num_compared']}", share(row["worst_excess"])]])
 
 
+def plan_demo(data: Json) -> str:
+    """Return what `lightning-balance plan` says of the demo's data."""
+    rows = [
+        [
+            row["name"],
+            f"{row['pad_efficiency'] * 100:.1f} %",
+            f"{row['cost_spread'] * 100:.1f} %",
+            f"{row['step_time']:,.0f}",
+            f"{row['speed_up']:.2f} x",
+            f"{row['largest_micro_batch']:,}",
+            f"{row['num_steps_of_epoch']:,}",
+            f"{row['num_micro_batches'] / row['num_steps']:.2f}",
+            f"{row['num_shapes']:,}",
+        ]
+        for row in data["demo"]["methods"]
+    ]
+    header = ["method", "pad efficiency", "cost spread", "step time", "speed-up", "largest micro-batch", "steps"]
+    return markdown([*header, "micro-batches per step", "shapes"], rows)
+
+
+def plan_million(data: Json) -> str:
+    """Return how long `lightning-balance plan` takes for many lengths."""
+    rows = []
+    for row in data["million"]:
+        runs = row["runs"]
+        cells = [sorted(f"{run[key]:.1f} s" for run in runs) for key in ("wall_s", "processor_s")]
+        planned = sorted(run["num_steps_planned"] for run in runs)
+        error = max(run["largest_speed_up_error"] for run in runs)
+        rows.append(
+            [
+                row["outputs"],
+                *(", ".join(values) for values in cells),
+                f"{', '.join(map(str, planned))} of {runs[0]['num_steps']:,}",
+                f"{error * 100:.1f} %",
+            ]
+        )
+    header = ["outputs", "wall-clock, each run", "processor", "steps planned", "largest standard error of a speed-up"]
+    return markdown(header, rows)
+
+
+def plan_reading(data: Json) -> str:
+    """Return how long reading many lengths takes from each kind of file."""
+    return markdown(list(data["reading"]), [[seconds(value) for value in data["reading"].values()]])
+
+
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "planner_samples": ("planner", planner_input),
     "planner_whole_steps": ("planner", lambda data: planner_input(data, "lognormal_whole_steps")),
@@ -259,6 +304,9 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "scale_batch": ("scale", scale_batch),
     "scale_epoch": ("scale", scale_epoch),
     "scale_first": ("scale", scale_first),
+    "plan_demo": ("plan_report", plan_demo),
+    "plan_million": ("plan_report", plan_million),
+    "plan_reading": ("plan_report", plan_reading),
 }
 
 

@@ -10,7 +10,7 @@ usage: lightning-balance COMMAND ...
 Length-balanced distributed training for any LightningModule.
 
 commands:
-  plan                          print what balancing would do for the lengths in a file; trains nothing
+  plan                          show what balancing would do for given lengths or a dataset; trains nothing
   set-max-tokens                change the token budget of a running job
   fit, validate, test, predict  run a job described by --config FILE and options (LightningCLI)
 

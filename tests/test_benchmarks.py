@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks import environment, lookahead, optimality, oracles, peers, planner, scale, tables
+from benchmarks import environment, lookahead, optimality, oracles, peers, plan_report, planner, scale, tables
 from benchmarks.inputs import Profile, clip_for, draw, read_profiles, synthetic_profiles
 from benchmarks.served import ServedEpoch, figures_of
 from benchmarks.timing import alternate
@@ -35,6 +35,7 @@ def _save_results(folder):
     whole = Profile(name="lognormal_whole_steps", source="test", lengths=LENGTHS[:144], is_control=True)
     named = {kind: optimality.sources(None)[kind] for kind in ("lognormal", "constant")}
     name = "64 ranks x 4 slots x 8"
+    np.save(folder / "lengths.npy", LENGTHS)
     saved = {
         "planner": {"profiles": [planner.measure(data, SHAPE, 1) for data in (profile, whole)]},
         "optimality": {
@@ -48,6 +49,11 @@ def _save_results(folder):
             "whole_epoch": [scale.whole_epoch(name, 2100, 1)],
             "first_micro_batch": [scale.first_micro_batch(name, 2100, 1)],
             "budget_of_a_million": None,
+        },
+        "plan_report": {
+            "demo": plan_report.demo(folder / "plan.png", "--ranks", "2", lengths=str(folder / "lengths.npy")),
+            "million": plan_report.many_lengths(4096, 1),
+            "reading": plan_report.reading(100),
         },
         "lookahead": {"rows": [lookahead.measure(np.tile(LENGTHS, 4), num, 1) for num in (1, 2)]},
     }

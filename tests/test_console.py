@@ -134,3 +134,25 @@ def test_the_console_needs_neither_torch_nor_lightning() -> None:
     code = f"{PRINT}; import sys; print([name for name in ('torch', 'lightning') if name in sys.modules])"
     assert run(code).endswith("[]\n")
     assert run(f"import torch; {code}").endswith("['torch']\n")  # the check can fail
+
+
+def test_a_line_break_divides_a_head() -> None:
+    assert render_table("Balance", ["method", "pad\nefficiency"], [["plain", "36.0 %"]]) == (
+        "Balance\n               pad\nmethod  efficiency\n------  ----------\nplain       36.0 %"
+    )
+    pytest.importorskip("rich")
+    file = io.StringIO()
+    print_table("Balance", ["method", "pad\nefficiency"], [["plain", "36.0 %"]], file=file)
+    upper, lower = file.getvalue().splitlines()[2:4]
+    assert upper.strip("┃ ") == "pad"
+    assert lower.strip("┃ ").split() == ["method", "┃", "efficiency"]
+
+
+def test_a_terminal_that_is_too_narrow_for_a_frame_loses_no_figure() -> None:
+    pytest.importorskip("rich")
+    cells = [f"{place}" * 9 for place in range(9)]  # 109 characters with a frame, 97 without
+    code = f"from lightning_balance.console import print_table; print_table('x', {cells}, [{cells}])"
+    narrow = run_on_terminal(code)
+    assert "━" not in narrow
+    assert all(cell in narrow for cell in cells)
+    assert "━" in run_on_terminal(code.replace(str(cells), str(cells[:8])))
