@@ -61,7 +61,8 @@ def _draw_panel(axes: Axes, comparison: Comparison, value: Value) -> None:
     axes.xaxis.set_major_locator(FixedLocator(_spaced(budgets)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
-    axes.tick_params(axis="x", labelrotation=30)
+    for label in axes.get_xticklabels():
+        label.set(rotation=30, ha="right", rotation_mode="anchor")
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set_xlabel("token budget (padded tokens per micro-batch)")
