@@ -79,8 +79,6 @@ def _svg(size: tuple[float, float], draw: Callable[[Figure], None], title: str) 
         )
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
     head = rf'<svg viewBox="\1" role="img" aria-label="{title}">'
     return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', head, text, count=1)
 
