@@ -43,8 +43,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
             None: found (``lengths`` of data set or data module, a token column), else scanned once.
         max_length: lengths are clipped to it, as the collate function truncates.
         pad_to_multiple_of: the collate function pads to a multiple of it.
-        cost: modelled time of a micro-batch: a :class:`CostModel` or a function ``(num_samples, padded_length) ->
-            cost``.
+        cost: modelled time of a micro-batch: a :class:`CostModel`, a function ``(num_samples, padded_length) -> cost``,
+            or the ``.yaml`` file that ``lightning-balance calibrate`` wrote on this machine.
         oversize: a sample longer than ``max_tokens`` runs alone (``"single"``), is an ``"error"``, or is left out
             (``"skip"``).
         loss_reduction: what ``training_step``'s loss is a mean of: ``"sample_mean"`` samples, ``"token_mean"`` labels

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import combinations
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from lightning_balance.calibration.coefficients import fit_coefficients
 
 CostFunction = Callable[[Any, Any], Any]
 """``cost(num_samples, padded_length) -> cost``: on numpy arrays element by element, or on single numbers only."""
@@ -61,7 +62,7 @@ class CostModel:
 
     @classmethod
     def fit(cls, num_samples: ArrayLike, padded_lengths: ArrayLike, seconds: ArrayLike) -> CostModel:
-        """Fit the coefficients to measured times by least squares on relative errors, none of them negative.
+        """Fit the coefficients to measured times: robust least squares on relative errors, none of them negative.
 
         Args:
             num_samples: samples of each measured micro-batch.
@@ -76,48 +77,10 @@ class CostModel:
         >>> round(model.intercept), round(model.alpha, 6)
         (100, 0.0)
         """
-        count, length, time = _measurements(num_samples, padded_lengths, seconds)
-        tokens = count * length
-        coefficients = _fit_non_negative(np.stack([np.ones_like(time), tokens, tokens * length], axis=1), time)
-        return cls(intercept=coefficients[0] / coefficients[1], alpha=coefficients[2] / coefficients[1])
-
-
-def _measurements(
-    num_samples: ArrayLike, padded_lengths: ArrayLike, seconds: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    count, length, time = (np.asarray(values, dtype=np.float64) for values in (num_samples, padded_lengths, seconds))
-    if not count.ndim == length.ndim == time.ndim == 1 or not len(count) == len(length) == len(time):
-        raise ValueError(
-            "num_samples, padded_lengths and seconds must be 1-D and equally long, "
-            f"got shapes {count.shape}, {length.shape} and {time.shape}."
+        found = fit_coefficients(num_samples, padded_lengths, seconds)
+        return cls(
+            intercept=found.per_micro_batch / found.per_token, alpha=found.per_token_and_length / found.per_token
         )
-    if len(time) < 3:
-        raise ValueError(f"a fit needs at least 3 measured micro-batches, got {len(time)}; measure more sizes.")
-    for name, values in (("num_samples", count), ("padded_lengths", length), ("seconds", time)):
-        bad = ~(np.isfinite(values) & (values > 0))
-        if bad.any():
-            index = int(np.argmax(bad))
-            raise ValueError(f"{name}[{index}] must be finite and above 0, got {values[index]}.")
-    return count, length, time
-
-
-def _fit_non_negative(columns: NDArray[np.float64], time: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return non-negative coefficients with the token column in use; three columns: every subset is tried."""
-    relative = columns / time[:, None]
-    scale = relative.max(axis=0)
-    best, best_error = None, inf
-    for used in (subset for size in (1, 2, 3) for subset in combinations(range(3), size) if 1 in subset):
-        part = relative[:, used] / scale[list(used)]
-        solution = np.linalg.lstsq(part, np.ones(len(time)), rcond=None)[0]
-        error = float(np.square(part @ solution - 1).sum())
-        if (solution >= 0).all() and solution[used.index(1)] > 0 and error < best_error * (1 - 1e-9):
-            best, best_error = np.zeros(3), error
-            best[list(used)] = solution / scale[list(used)]
-    if best is None:
-        raise ValueError(
-            "seconds do not grow with the number of tokens; measure micro-batches of more different sizes."
-        )
-    return best
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast
 
 import numpy as np
 
+from lightning_balance.calibration.file import SUFFIXES, read_cost_file
 from lightning_balance.cost import CostFunction, CostModel
 from lightning_balance.validation import check_choice, check_positive_int
 
@@ -204,9 +206,11 @@ def _resolve_loss_reduction(value: Any) -> Any:
 def _resolve_cost(value: Any) -> Any:
     if callable(value):
         return value
+    if isinstance(value, (str, os.PathLike)) and str(value).endswith(SUFFIXES):
+        return read_cost_file(value)
     if isinstance(value, str) and "." in value:
         return import_callable(value, "cost")
     raise TypeError(
-        "cost must be a CostModel, a function (num_samples, padded_length) -> cost, or the dotted path of one,"
-        f" got {value!r}"
+        "cost must be a CostModel, a function (num_samples, padded_length) -> cost, the dotted path of one, or a .yaml"
+        f" file of lightning-balance calibrate, got {value!r}"
     )

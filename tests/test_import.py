@@ -15,6 +15,7 @@ PACKAGE = Path(lightning_balance.__file__).parent
 LAYERS = {
     0: (
         "control",
+        "calibration",
         "cost",
         "efficiency",
         "epoch",
