@@ -5,13 +5,18 @@ Verified with Lightning 2.6.6; ``tests/test_lightning_internals.py`` fails clear
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 LoaderTransform = Callable[[Any], DataLoader[Any]]
@@ -252,6 +257,56 @@ def skips_backward(trainer: Trainer) -> bool:
 def num_batches_done(trainer: Trainer) -> int:
     """Batches of the current epoch whose backward is done; missing: public access to the loop's progress."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def outside_the_loop(trainer: Trainer) -> Iterator[None]:
+    """Let micro-batches run that are no part of training: no callback is called, nothing is logged.
+
+    Missing: a way to run a training step that does not count. ``log`` needs the loop's collection of results, loggers
+    would write; ``DummyLogger`` accepts whatever a module asks of ``self.logger``, as with ``fast_dev_run``.
+    """
+    module, kept, loggers = trainer.lightning_module, callbacks(trainer), trainer.loggers
+    fx_name = module._current_fx_name
+    trainer.callbacks, trainer.loggers = [], [DummyLogger()] * bool(loggers)  # type: ignore[attr-defined]
+    vars(module).update(log=lambda *args, **options: None)
+    try:
+        yield
+    finally:
+        vars(module).pop("log")
+        module._current_fx_name = fx_name
+        trainer.callbacks, trainer.loggers = kept, loggers  # type: ignore[attr-defined]
+
+
+def move_batch(trainer: Trainer, batch: Any) -> Any:
+    """Move a batch to the device as the loop does; missing: a public form for a batch that the loop did not fetch."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def run_micro_batch(trainer: Trainer, batch: Any) -> float:
+    """Run ``training_step`` and backward of one micro-batch with the loop's precision and strategy; return the loss.
+
+    Missing: a public form of what the loop does with a batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    step = loop.automatic_optimization._training_step(loop._build_kwargs(OrderedDict(), batch, 0))
+    if step.closure_loss is None:
+        return 0.0
+    optimizer = trainer.optimizers[0] if trainer.optimizers else None
+    call._call_strategy_hook(trainer, "backward", step.closure_loss, optimizer)
+    return float(step.closure_loss.detach())
+
+
+def without_gradient_sync(trainer: Trainer) -> AbstractContextManager[None]:
+    """Keep ranks from exchanging gradients, where the strategy can (DDP); missing: a public form for any strategy."""
+    return _block_parallel_sync_behavior(trainer.strategy)
+
+
+def keep_callbacks(trainer: Trainer, is_kept: Callable[[Callback], bool]) -> None:
+    """Let only some callbacks run, also of those that the module brings; missing: a way to take them out."""
+    trainer.callbacks = [callback for callback in callbacks(trainer) if is_kept(callback)]  # type: ignore[attr-defined]
 
 
 def put_first(trainer: Trainer, callback: Callback) -> None:

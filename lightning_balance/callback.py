@@ -37,6 +37,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         max_tokens: budget of padded tokens per micro-batch (samples times padded length). With it, an optimizer step
             has as many micro-batches as the budget needs; without, it has ``accumulate_grad_batches``, and no
             micro-batch exceeds ``batch_size`` times the longest length, so that the peak of memory cannot rise.
+            ``"auto"``: the largest that fits into memory, found before training on the real strategy; the module is
+            afterwards as it was. A resumed run keeps the budget it had.
         samples_per_step: samples per optimizer step over all ranks; default ``batch_size * accumulate_grad_batches *
             ranks``, the plain run's.
         lengths: an array with one length per sample, the name of a column or key, a function ``sample -> length``, or
@@ -59,6 +61,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
         label_key: key or attribute under which a batch has its labels.
         ignore_index: label of positions that the loss ignores.
         lengths_cache_dir: folder in which scanned lengths are kept for the next run.
+        memory_fraction: for ``max_tokens="auto"``: the share of the memory that may be used.
+        memory_limit_gib: for ``max_tokens="auto"``: memory of a rank in GiB; needed on the CPU, where tensors are
+            counted.
         print_summary: print a table at the end of ``fit``.
 
     Raises:
@@ -111,6 +116,17 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if num_callbacks > 1:
             raise ValueError(f"the trainer has {num_callbacks} BalanceCallbacks, which would weight twice: keep one")
         check_trainer(trainer, module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Strategy, module and optimizers are set up now, so that micro-batches can be tried."""
+        if self._fit is not None:
+            self._fit.factory.can_run = True
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The token budget in use: with ``max_tokens="auto"`` the one that was found, None before."""
+        settings = self.settings if self._fit is None else self._fit.factory.settings
+        return None if settings.max_tokens == "auto" else settings.max_tokens
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the epoch that the run starts or continues in."""

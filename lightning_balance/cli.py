@@ -11,13 +11,14 @@ Length-balanced distributed training for any LightningModule.
 
 commands:
   plan                          show what balancing would do for given lengths or a dataset; trains nothing
+  calibrate                     measure what micro-batches of a job cost on this machine, or how large they may be
   set-max-tokens                change the token budget of a running job
   fit, validate, test, predict  run a job described by --config FILE and options (LightningCLI)
 
 lightning-balance COMMAND --help shows the options of a command.
 """
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-COMMANDS = ("plan", "set-max-tokens", *_TRAINER_COMMANDS)
+COMMANDS = ("plan", "calibrate", "set-max-tokens", *_TRAINER_COMMANDS)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -33,11 +34,20 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_balance.control_command import run_control_command
 
         run_control_command(words[1:])
-    elif words[0] in _TRAINER_COMMANDS:
+    elif words[0] in (*_TRAINER_COMMANDS, "calibrate"):
         if importlib.util.find_spec("jsonargparse") is None:
             sys.exit(f"lightning-balance {words[0]} needs jsonargparse: pip install 'lightning-balance[cli]'")
-        from lightning_balance.lightning_cli import BalanceCLI
-
-        BalanceCLI(args=None if args is None else words)
+        _run_with_lightning(words[0], None if args is None else words)
     else:
         sys.exit(f"lightning-balance has no command {words[0]!r}: use one of {', '.join(COMMANDS)}, or --help")
+
+
+def _run_with_lightning(command: str, args: list[str] | None) -> None:
+    if command == "calibrate":
+        from lightning_balance.probing.command import CalibrateCLI
+
+        CalibrateCLI(args=args)
+    else:
+        from lightning_balance.lightning_cli import BalanceCLI
+
+        BalanceCLI(args=args)

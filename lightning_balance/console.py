@@ -9,7 +9,7 @@ from typing import TextIO
 
 from lightning_balance.report import Row
 
-__all__ = ["comparison_cells", "format_value", "print_table", "render_table"]
+__all__ = ["comparison_cells", "format_value", "print_table", "render_table", "say"]
 
 _MISSING = "-"
 # Rich takes 80 columns where there is no terminal and would cut cells; no table is that wide.
@@ -112,6 +112,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     if not _print_rich_table(title, columns, rows, file):
         print(render_table(title, columns, rows), file=file)
     file.flush()
+
+
+def say(text: str) -> None:
+    """Print a line or several to standard output."""
+    print(text, flush=True)
 
 
 def _print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> bool:

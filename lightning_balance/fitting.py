@@ -155,6 +155,7 @@ class BalancedFit:
     def restore(self, state: dict[str, Any], global_step: int) -> None:
         """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
         self._restored = dict(state)
+        self.factory.keep_budget(state)
         if state["position"] < state["num_micro_batches"]:
             self._steps_before = state["epoch"], global_step - state["served"]["num_steps"]
         else:

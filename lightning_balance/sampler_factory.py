@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 import lightning_balance
 from lightning_balance import _lightning
 from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, on_every_rank
+from lightning_balance.calibration.search import BudgetSearch
 from lightning_balance.lengths import is_scan_needed, resolve_lengths
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
+from lightning_balance.probing.budget import BudgetFinder
+from lightning_balance.probing.micro_batches import MicroBatches
 from lightning_balance.sampler import BalancedBatchSampler
 from lightning_balance.settings import (
+    DEFAULT_MEMORY_FRACTION,
     OPTION_NAMES,
     OPTIONS_OF_WEIGHTS_AND_OUTPUT,
     BalanceSettings,
@@ -31,6 +36,10 @@ NUM_COMPARED = 8
 OWN_OF_A_RANK = frozenset({"lengths", "lengths_cache_dir", "seed"})
 """Options that may differ between ranks: what they lead to is compared, or it is the same."""
 WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
+
+
+WITHOUT_SEARCH: dict[str, Any] = {"memory_fraction": DEFAULT_MEMORY_FRACTION, "memory_limit_gib": None}
+"""Options of the search for a budget, once it is over."""
 
 
 class SamplerFactory:
@@ -46,6 +55,8 @@ class SamplerFactory:
         accumulation: the trainer's ``accumulate_grad_batches``.
         sync: when ranks wait for each other.
         order: batch size and order of the loader; None for a loader that brought its own balanced sampler.
+        settings: the user's options; with ``max_tokens="auto"``, from the first loader on, with the number found.
+        can_run: whether strategy, module and optimizers are set up, so that micro-batches can be tried.
     """
 
     def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
@@ -59,6 +70,7 @@ class SamplerFactory:
         self._trainer = trainer
         self._scanned: tuple[Any, NDArray[np.int64]] | None = None
         self._has_warned_of_skipped = False
+        self.can_run = False
 
     def make(self, loader: Any) -> BalancedBatchSampler:
         """The sampler for a user's training loader. A collective call; errors are raised on every rank.
@@ -72,13 +84,19 @@ class SamplerFactory:
             sampler = on_every_rank(lambda: self._adopt(loader.batch_sampler))
         else:
             self.order = order = on_every_rank(lambda: read_order(loader))
-            lengths = self._find_lengths(loader.dataset)
+            lengths = self.find_lengths(loader)
+            if self.settings.max_tokens == "auto":
+                self._settle_budget(loader)
             sampler = on_every_rank(lambda: self._make(lengths, order))
         self._check_agreement(sampler)
         self._warn_of_skipped(sampler)
         return sampler
 
-    def _find_lengths(self, dataset: Any) -> NDArray[np.int64]:
+    def find_lengths(self, loader: DataLoader[Any]) -> NDArray[np.int64]:
+        """The length of every sample of a loader's data. A collective call; errors are raised on every rank."""
+        if isinstance(loader.batch_sampler, BalancedBatchSampler):
+            return loader.batch_sampler.lengths
+        dataset: Any = loader.dataset
         settings, datamodule = self.settings, _lightning.train_datamodule(self._trainer)
         num_samples = on_every_rank(lambda: len(dataset))
         check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
@@ -123,7 +141,8 @@ class SamplerFactory:
 
     def _make(self, lengths: NDArray[np.int64], order: LoaderOrder) -> BalancedBatchSampler:
         settings = self.settings
-        samples_per_step = settings.samples_per_step or order.batch_size * self.accumulation * self.num_ranks
+        assert settings.max_tokens != "auto"
+        samples_per_step = self._samples_per_step(order.batch_size)
         is_token_step = settings.step_unit == "tokens"
         return BalancedBatchSampler(
             lengths,
@@ -143,6 +162,61 @@ class SamplerFactory:
             lookahead=settings.lookahead,
             max_shapes=settings.max_shapes,
         )
+
+    def _samples_per_step(self, batch_size: int) -> int:
+        return self.settings.samples_per_step or batch_size * self.accumulation * self.num_ranks
+
+    def batch_size(self, loader: DataLoader[Any]) -> int:
+        """Samples per micro-batch of the plain run; 1 where a balanced sampler has none of its own."""
+        if isinstance(loader.batch_sampler, BalancedBatchSampler):
+            return loader.batch_sampler.batch_size or 1
+        return read_order(loader).batch_size
+
+    def micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
+        """Makes single micro-batches of a loader's data. A collective call; errors are raised on every rank."""
+        lengths, multiple = self.find_lengths(loader), self.settings.pad_to_multiple_of
+        return MicroBatches(loader, -(-lengths // multiple) * multiple)
+
+    def keep_budget(self, state: dict[str, Any]) -> None:
+        """Take the budget that a run of the same number of ranks had found before it was saved."""
+        max_tokens = state.get("max_tokens")
+        if self.settings.max_tokens == "auto" and max_tokens and state.get("num_replicas") == self.num_ranks:
+            self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
+
+    def _settle_budget(self, loader: DataLoader[Any]) -> None:
+        if not self.can_run:
+            raise ValueError(
+                "max_tokens='auto' runs the module before the number of steps is known, but configure_optimizers asks"
+                " for trainer.estimated_stepping_batches: find the budget with `lightning-balance calibrate"
+                " --find-max-tokens` and give max_tokens the number"
+            )
+        max_tokens, _, limit_gib = self.find_max_tokens(
+            loader,
+            memory_fraction=self.settings.memory_fraction,
+            memory_limit_gib=self.settings.memory_limit_gib,
+        )
+        rank_zero_info(f"BalanceCallback: max_tokens={max_tokens} is the largest that fits into {limit_gib:.3g} GiB")
+        self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
+
+    def find_max_tokens(
+        self, loader: DataLoader[Any], *, memory_fraction: float, memory_limit_gib: float | None
+    ) -> tuple[int, BudgetSearch, float]:
+        """The largest budget that fits on every rank, the tries, and this rank's limit in GiB. A collective call.
+
+        Raises:
+            ValueError: no budget fits, or the device needs ``memory_limit_gib``.
+        """
+        batch_size = on_every_rank(lambda: self.batch_size(loader))
+        is_token_step = self.settings.step_unit == "tokens"
+        finder = BudgetFinder(
+            self._trainer,
+            self.micro_batches(loader),
+            max_samples=len(loader.dataset) if is_token_step else self._samples_per_step(batch_size),  # type: ignore[arg-type]  # torch declares no length
+            memory_fraction=memory_fraction,
+            memory_limit_gib=memory_limit_gib,
+        )
+        max_tokens, search = finder.find()
+        return max_tokens, search, finder.limit_gib
 
     def _adopt(self, sampler: BalancedBatchSampler) -> BalancedBatchSampler:
         if (sampler.num_replicas, sampler.rank) != (self.num_ranks, self.rank):

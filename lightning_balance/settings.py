@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -17,12 +18,14 @@ from lightning_balance.validation import check_choice, check_positive_int
 LossReduction = Literal["sample_mean", "token_mean", "causal_token_mean", "sum"]
 Sync = Literal["auto", "micro_batch", "step"]
 PlannedSync = Literal["micro_batch", "step"]
+MaxTokens = int | Literal["auto"] | None
 Oversize = Literal["single", "error", "skip"]
 StepUnit = Literal["samples", "tokens"]
 
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("sample_mean", "token_mean", "causal_token_mean", "sum")
 SYNCS: tuple[Sync, ...] = ("auto", "micro_batch", "step")
 OVERSIZE: tuple[Oversize, ...] = ("single", "error", "skip")
+DEFAULT_MEMORY_FRACTION = 0.9
 STEP_UNITS: tuple[StepUnit, ...] = ("samples", "tokens")
 
 
@@ -43,7 +46,7 @@ class BalanceSettings:
         ValueError: max_tokens must be an integer >= 1, got 0
     """
 
-    max_tokens: int | None = None
+    max_tokens: MaxTokens = None
     samples_per_step: int | None = None
     lengths: Sequence[int] | str | Callable[[Any], int] | None = None
     max_length: int | None = None
@@ -59,11 +62,20 @@ class BalanceSettings:
     label_key: str = "labels"
     ignore_index: int = -100
     lengths_cache_dir: str | None = None
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    memory_limit_gib: float | None = None
     print_summary: bool = True
 
     def __post_init__(self) -> None:
+        if self.max_tokens == "auto":
+            check_memory(self.memory_fraction, self.memory_limit_gib)
+        elif (self.memory_fraction, self.memory_limit_gib) != (DEFAULT_MEMORY_FRACTION, None):
+            raise ValueError(
+                f"memory_fraction and memory_limit_gib bound the search of max_tokens='auto', but max_tokens is"
+                f" {self.max_tokens!r}: leave them out"
+            )
         for name in ("max_tokens", "samples_per_step", "max_length", "max_shapes"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, "auto"):
                 check_positive_int(name, getattr(self, name))
         for name in ("pad_to_multiple_of", "lookahead"):
             check_positive_int(name, getattr(self, name))
@@ -108,7 +120,7 @@ class HasBalanceSettings:
     def __init__(
         self,
         *,
-        max_tokens: int | None = None,
+        max_tokens: MaxTokens = None,
         samples_per_step: int | None = None,
         lengths: Callable[[Any], int] | str | Sequence[int] | None = None,
         max_length: int | None = None,
@@ -124,6 +136,8 @@ class HasBalanceSettings:
         label_key: str = "labels",
         ignore_index: int = -100,
         lengths_cache_dir: str | None = None,
+        memory_fraction: float = DEFAULT_MEMORY_FRACTION,
+        memory_limit_gib: float | None = None,
         print_summary: bool = True,
     ) -> None:
         super().__init__()
@@ -144,6 +158,8 @@ class HasBalanceSettings:
             label_key=label_key,
             ignore_index=ignore_index,
             lengths_cache_dir=lengths_cache_dir,
+            memory_fraction=memory_fraction,
+            memory_limit_gib=memory_limit_gib,
             print_summary=print_summary,
         )
         self.settings = self._accept(settings)
@@ -190,6 +206,21 @@ def _is_equal(one: Any, other: Any) -> bool:
     if hasattr(one, "__array__") or hasattr(other, "__array__"):
         return one is other or np.array_equal(np.asarray(one), np.asarray(other))
     return bool(one == other)
+
+
+def check_memory(fraction: float, limit_gib: float | None) -> None:
+    """Check the share and the limit of memory that a search for ``max_tokens`` may use.
+
+    Raises:
+        ValueError: one is out of its range.
+
+    Example:
+        >>> check_memory(0.9, None)
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction must be above 0 and at most 1, got {fraction!r}")
+    if limit_gib is not None and not 0 < limit_gib < inf:
+        raise ValueError(f"memory_limit_gib must be a finite number above 0, or None, got {limit_gib!r}")
 
 
 def _resolve_loss_reduction(value: Any) -> Any:

@@ -495,3 +495,67 @@ def test_only_one_module_touches_lightning_internals() -> None:
     package = Path(inspect.getfile(lightning_balance)).parent
     found = {path.name for path in package.rglob("*.py") if private_uses(path)}
     assert found == {"_lightning.py"}
+
+
+# --- micro-batches outside of the loop --------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_runs_outside_of_the_loop_as_in_it():
+    def run(trainer: Trainer) -> tuple[float, float, list[list[int]]]:
+        model = trainer.lightning_module
+        assert isinstance(model, ScalarModel)
+        batch = next(iter(loader(equal_samples([1, 2]), 2)))
+        with _lightning.outside_the_loop(trainer), _lightning.without_gradient_sync(trainer):
+            loss = _lightning.run_micro_batch(trainer, _lightning.move_batch(trainer, batch))
+        return loss, model.gradient(), list(model.served)
+
+    at = At(on_train_start=run)
+    fit(at)
+    assert at.found["on_train_start"] == [(pytest.approx(5 / 3), pytest.approx(5 / 3), [[0, 1]])]
+
+
+class Transfers(ScalarModel):
+    """Changes what it is given, in the hook before a batch is moved."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {**batch, "x": batch["x"] * 2}
+
+
+def test_a_batch_passes_the_modules_transfer_hooks():
+    batch = next(iter(loader(equal_samples([1]), 1)))
+    at = At(on_train_start=lambda trainer: float(_lightning.move_batch(trainer, batch)["x"]))
+    fit(at, model=Transfers())
+    assert at.found["on_train_start"] == [2.0]
+
+
+class Logs(ScalarModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
+        self.log_dict({"again": loss})
+        return loss
+
+
+def test_outside_of_the_loop_nothing_is_logged_and_no_callback_called():
+    def run(trainer: Trainer) -> tuple[int, dict[str, Any]]:
+        batch = next(iter(loader(equal_samples([1]), 1)))
+        with _lightning.outside_the_loop(trainer):
+            _lightning.run_micro_batch(trainer, batch)
+            num_callbacks = len(_lightning.callbacks(trainer))
+        return num_callbacks, dict(trainer.callback_metrics)
+
+    at = At(on_train_start=run, on_before_backward=lambda trainer: trainer.global_step)
+    fit(at, model=Logs())
+    assert at.found["on_train_start"] == [(0, {})]
+    assert at.found["on_before_backward"] == list(range(6))
+
+
+def test_callbacks_are_taken_out_of_a_run_from_setup_on():
+    late = At(on_train_start=lambda trainer: trainer.global_step)
+
+    class TakesOut(Callback):
+        def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+            _lightning.keep_callbacks(trainer, lambda callback: callback is self)
+
+    fit(TakesOut(), late)
+    assert late.found["on_train_start"] == []

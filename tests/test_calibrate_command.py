@@ -1,0 +1,92 @@
+"""`lightning-balance calibrate` on the demo job: real processes, real module, the file read back by `fit`."""
+
+import re
+import sys
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from lightning_balance import BalanceCallback, CostModel
+from lightning_balance.calibration.file import read_cost_file
+from lightning_balance.cli import main
+from tests.command import REPOSITORY, run_command
+
+DEMO = str(REPOSITORY / "configs" / "demo.yaml")
+TINY = (
+    *("--data.num_functions", "60", "--data.max_length", "64", "--model.hidden_size", "16"),
+    *("--trainer.accelerator", "cpu", "--calibrate.num_repeats", "1"),
+)
+ONE_PROCESS = (*TINY, "--num_cpu_processes", "null")
+
+
+@pytest.fixture
+def in_process(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-balance"])
+
+
+def test_two_processes_calibrate_and_only_write_the_cost_file(tmp_path):
+    options = ["--trainer.enable_checkpointing", "true", "--calibrate.out", "my_cost.yaml"]
+    run = run_command("calibrate", "--config", DEMO, *TINY, *options, cwd=tmp_path, timeout_s=280)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert [path.name for path in tmp_path.iterdir()] == ["my_cost.yaml"]
+    content = yaml.safe_load((tmp_path / "my_cost.yaml").read_text())
+    assert content["measured_on"]["num_ranks"] == 2
+    assert content["measured_on"]["strategy"] == "DDPStrategy"
+    assert content["measured_on"]["module"] == "CausalLM"
+    assert content["measured_on"]["versions"]["torch"] == torch.__version__
+    assert content["seconds_per_token"] > 0
+    assert len(content["points"]) >= 10
+    assert max(point["padded_length"] for point in content["points"]) == 64
+    for text in ("measured", "fitted", "median error", "Calibrating"):
+        assert text in run.stdout
+    assert "train/loss" not in run.stdout
+
+
+def test_fit_takes_the_file_that_calibrate_wrote(in_process, tmp_path, capsys):
+    main(["calibrate", "--config", DEMO, *ONE_PROCESS])
+    assert "wrote cost.yaml" in capsys.readouterr().out
+    model = read_cost_file(tmp_path / "cost.yaml")
+    (tmp_path / "use.yaml").write_text(
+        "trainer:\n  callbacks:\n    - class_path: lightning_balance.BalanceCallback\n"
+        "      init_args: {loss_reduction: causal_token_mean, cost: cost.yaml}\n"
+        "    - class_path: tests.test_calibrate_command.KeepsCost\n"
+    )
+    words = [*ONE_PROCESS[:-4], "--num_cpu_processes", "null", "--trainer.max_steps", "1", "--trainer.logger", "false"]
+    main(["fit", "--config", DEMO, "--config", "use.yaml", *words])
+    assert KeepsCost.seen == model
+    assert model != CostModel()
+
+
+class KeepsCost(Callback):
+    """Remembers the cost that the run plans with."""
+
+    seen = None
+
+    def on_train_start(self, trainer, pl_module):
+        (callback,) = [callback for callback in trainer.callbacks if isinstance(callback, BalanceCallback)]
+        KeepsCost.seen = callback.settings.cost
+
+
+def test_the_budget_finder_prints_what_it_tried(in_process, tmp_path, capsys):
+    main(["calibrate", "--config", DEMO, *ONE_PROCESS, "--find-max-tokens", "--calibrate.memory_limit_gib", "0.01"])
+    output = capsys.readouterr().out
+    found = int(re.search(r"largest max_tokens that fits: (\d+)", output)[1])
+    assert 64 <= found < 64 * 32  # a step of the demo: 8 samples, accumulated 4 times, of at most 64 tokens
+    assert f"{found:,}" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_budget_finder_on_the_cpu_needs_a_limit(in_process):
+    with pytest.raises(ValueError, match="finding max_tokens on 'cpu' needs memory_limit_gib"):
+        main(["calibrate", "--config", DEMO, *ONE_PROCESS, "--find-max-tokens"])
+
+
+def test_help_shows_the_options(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["calibrate", "--help"])
+    output = capsys.readouterr().out
+    for option in ("--calibrate.out", "--calibrate.num_repeats", "--find-max-tokens", "--trainer.strategy"):
+        assert option in output
