@@ -124,9 +124,10 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     @property
     def max_tokens(self) -> int | None:
-        """The token budget in use: with ``max_tokens="auto"`` the one that was found, None before."""
-        settings = self.settings if self._fit is None else self._fit.factory.settings
-        return None if settings.max_tokens == "auto" else settings.max_tokens
+        """The token budget in force; with ``max_tokens="auto"`` None before it was found."""
+        if self._fit is not None and self._fit.has_loader:
+            return self._fit.sampler.max_tokens
+        return None if self.settings.max_tokens == "auto" else self.settings.max_tokens
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the epoch that the run starts or continues in."""

@@ -162,6 +162,7 @@ def test_steps_that_are_filled_to_the_budget_change_too() -> None:
     assert [samples_of(model, epoch) for epoch in (0, 1)] == [list(range(24))] * 2
     assert {budget for _, budget in asks.budgets} == {20, 60}
     assert max(asks.largest) > 20
+    assert asks.balance.max_tokens == 60
 
 
 @pytest.mark.parametrize("limit", [3, 0.5])
