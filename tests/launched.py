@@ -148,10 +148,16 @@ def one_after_the_other(place: dict[str, Any], folder: Path) -> None:
 
 def fit_again(place: dict[str, Any], folder: Path) -> None:
     """One trainer, three times: two epochs, two more with the same model, two more with another and other data."""
-    used = make_trainer(place, balance("budget"), Recorder(folder, "begun"))
-    model = fit(used)
-    fit_more(used, folder, "continued", model)
-    fit_more(used, folder, "other", None, lengths=OTHER_LENGTHS, batch_size=3, num_workers=1)
+    for mode in ("slots", "budget"):
+        recorder = Recorder(folder, f"{mode}-begun")
+        used = make_trainer(place, balance(mode), recorder)
+        model = fit(used)
+        recorder.name = f"{mode}-continued"
+        used.fit_loop.max_epochs = 4
+        fit(used, model)
+        recorder.name = f"{mode}-other"
+        used.fit_loop.max_epochs = 6
+        fit(used, lengths=OTHER_LENGTHS, batch_size=3, num_workers=1)
 
 
 class BalancedData(lb.BalancedDataModuleMixin, LightningDataModule):
@@ -169,13 +175,6 @@ def used_before(place: dict[str, Any], folder: Path) -> None:
     fit(make_trainer(place, callback, Recorder(folder, "launched")))
     data = BalancedData(max_tokens=MAX_TOKENS, loss_reduction=count_targets, seed=SEED, print_summary=False)
     make_trainer(place, Recorder(folder, "data_module")).fit(ScalarModel(lr=LEARNING_RATE), data)
-
-
-def fit_more(used: Trainer, folder: Path, name: str, model: ScalarModel | None, **arguments: Any) -> None:
-    recorder = next(callback for callback in used.callbacks if isinstance(callback, Recorder))  # type: ignore[attr-defined]
-    recorder.name = name
-    used.fit_loop.max_epochs = used.current_epoch + 2
-    fit(used, model, **arguments)
 
 
 class WaitsForSigterm(Callback):
@@ -212,21 +211,26 @@ class WaitsForSigterm(Callback):
 SAVED = ("model", "last", "on_exception")
 
 
+def mode_of(folder: Path) -> str:
+    return folder.name.split(", ")[1]
+
+
 def until_sigterm(place: dict[str, Any], folder: Path) -> None:
-    """Train until a signal comes at the moment that FOLDER's name begins with; Lightning's callbacks save SAVED."""
+    """Train until a signal comes; FOLDER's name says "moment, mode". Lightning's callbacks save SAVED."""
     savers = (
         ModelCheckpoint(folder, filename="model", save_last=True, save_on_exception=True),
         OnExceptionCheckpoint(folder),
     )
-    waits = WaitsForSigterm(folder, folder.name)
-    fit(make_trainer(place, *savers, waits, balance("budget"), Recorder(folder, "stopped"), enable_checkpointing=True))
+    others = (WaitsForSigterm(folder, folder.name), balance(mode_of(folder)), Recorder(folder, "stopped"))
+    fit(make_trainer(place, *savers, *others, enable_checkpointing=True))
 
 
 def after_sigterm(place: dict[str, Any], folder: Path) -> None:
     """Train without a stop; then continue from all that was saved in the folders in this one."""
-    fit(make_trainer(place, balance("budget"), Recorder(folder, "whole")))
+    for mode in ("slots", "budget"):
+        fit(make_trainer(place, balance(mode), Recorder(folder, f"{mode}-whole")))
     for path in sorted(folder.glob("*/*.ckpt")):
-        fit(make_trainer(place, balance("budget"), Recorder(path.parent, path.stem)), ckpt_path=path)
+        fit(make_trainer(place, balance(mode_of(path.parent)), Recorder(path.parent, path.stem)), ckpt_path=path)
 
 
 def main(scenario: str, place: str, folder: str) -> None:

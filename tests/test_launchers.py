@@ -81,7 +81,7 @@ def check_one_after_the_other(folder: Path, num_ranks: int = 2, launcher: str | 
     for name, epochs in (("slots", [0, 1]), ("first", [0])):
         check(Record.read(folder, name), epochs, num_ranks=num_ranks, launcher=launcher)
     second = Record.read(folder, "second")
-    assert all(set(record.epochs) == {1} for record in second)
+    assert all(set(record.epochs) == {1} and record.num_validations == 1 for record in second)
     assert sorted(samples_of_epoch(second, 1)) == list(range(len(LENGTHS)))
     whole = [gradient for epoch in (0, 1) for gradient in gradients_of_epoch(LENGTHS, epoch, SAMPLES_PER_STEP)]
     for record in second:
@@ -160,30 +160,31 @@ def test_two_jobs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several fits, several trainers
 
 
-def check_fit_again(folder: Path, num_ranks: int, other_samples_per_step: int) -> None:
-    check(Record.read(folder, "begun"), [0, 1], num_ranks=num_ranks)
-    check(Record.read(folder, "continued"), [0, 1, 2, 3], num_ranks=num_ranks)
-    num_steps = Record.read(folder, "continued")[0].num_steps
-    check(
-        Record.read(folder, "other"),
-        [4, 5],
-        num_ranks=num_ranks,
-        lengths=OTHER_LENGTHS,
-        samples_per_step=other_samples_per_step,
-        num_steps_before=num_steps,
-    )
+def check_fit_again(folder: Path, num_ranks: int) -> None:
+    for mode in ("slots", "budget"):
+        check(Record.read(folder, f"{mode}-begun"), [0, 1], num_ranks=num_ranks)
+        continued = Record.read(folder, f"{mode}-continued")
+        check(continued, [0, 1, 2, 3], num_ranks=num_ranks)
+        check(
+            Record.read(folder, f"{mode}-other"),
+            [4, 5],
+            num_ranks=num_ranks,
+            lengths=OTHER_LENGTHS,
+            samples_per_step=12,  # batches of 3, four of them in a step
+            num_steps_before=continued[0].num_steps,
+        )
 
 
 def test_one_trainer_fits_again_further_and_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launched.fit_again(ONE_PROCESS, tmp_path)
-    check_fit_again(tmp_path, num_ranks=1, other_samples_per_step=12)
+    check_fit_again(tmp_path, num_ranks=1)
 
 
 def test_one_trainer_fits_again_on_two_ranks(tmp_path: Path) -> None:
     with Job(script("fit_again", {"strategy": "ddp", "num_ranks": 2}, tmp_path), cwd=tmp_path) as job:
         job.wait(TIMEOUT_S)
-    check_fit_again(tmp_path, num_ranks=2, other_samples_per_step=12)
+    check_fit_again(tmp_path, num_ranks=2)
 
 
 def test_a_callback_that_was_used_and_a_data_module_reach_spawned_processes(tmp_path: Path) -> None:
@@ -292,17 +293,18 @@ def check_continues(folder: Path, whole: list[Record]) -> None:
 @pytest.mark.timeout(600)  # six jobs one after the other, each with its own timeout
 def test_what_sigterm_leaves_continues_exactly(tmp_path: Path) -> None:
     place = {"strategy": "ddp", "num_ranks": 2}
-    for moment in ("in a window", "before a step", "after a batch", "in validation"):
-        folder = tmp_path / moment
+    for name in ("in a window, budget", "before a step, slots", "after a batch, budget", "in validation, slots"):
+        folder = tmp_path / name
         stop_by_sigterm(script("until_sigterm", place, folder), folder, tmp_path, exit_codes=[0])
-    folder = tmp_path / "after a batch under torchrun"
+    folder = tmp_path / "in a window, slots, torchrun"
     [command] = torchrun(SCRIPT, *words("until_sigterm", place, folder), num_ranks_per_node=2)
     stop_by_sigterm(command, folder, tmp_path, exit_codes=[1])
     with Job(script("after_sigterm", place, tmp_path), cwd=tmp_path) as job:
         job.wait(TIMEOUT_S)
-    whole = Record.read(tmp_path, "whole")
-    check(whole, [0, 1])
+    whole = {mode: Record.read(tmp_path, f"{mode}-whole") for mode in ("slots", "budget")}
+    for records in whole.values():
+        check(records, [0, 1])
     folders = sorted({path.parent for path in tmp_path.glob("*/*.ckpt")})
     assert len(folders) == 5
     for folder in folders:
-        check_continues(folder, whole)
+        check_continues(folder, whole[launched.mode_of(folder)])
