@@ -1,0 +1,189 @@
+"""Start ranks within milliseconds: an interpreter that has imported everything once forks one process per rank.
+
+    with ForkServer() as forks:
+        rank = forks.start(function, args, env=rank_environment(0, 1, port), output=folder / "output.txt")
+        ...
+        rank.poll()   # None while it runs, then its exit code: -9 if it was killed
+        rank.kill()   # with its children; whatever it is doing
+
+Importing torch and Lightning takes seconds; a job that is killed and restarted hundreds of times pays that once. The
+server runs a single thread and never a process group, a backward or a collective, so that its forks are as fresh as a
+new interpreter. It ends with its client, for any reason, and kills all ranks then; a rank also ends itself after its
+deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+class ForkServer:
+    """Client's side of the server; a context manager that leaves no process behind.
+
+    Args:
+        preload: module that is imported once, with all that it imports.
+    """
+
+    def __init__(self, preload: str = "tests.crash.job") -> None:
+        self._preload = preload
+
+    def __enter__(self) -> ForkServer:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        root = str(Path(__file__).parent.parent.parent)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in [root, *sys.path] if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.forks", self._preload],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        env: Mapping[str, str],
+        output: Path,
+        limit_s: float,
+    ) -> Rank:
+        """Call ``function(*args)`` in a fork with ``env`` added; stdout and stderr go to ``output``."""
+        return Rank(self, self._ask("start", function, args, dict(env), str(output), limit_s))
+
+    def _ask(self, command: str, *arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump((command, arguments), self._process.stdin)
+        self._process.stdin.flush()
+        return pickle.load(self._process.stdout)
+
+
+class Rank:
+    """A forked process, which leads a process group of its own."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """Exit code, minus the signal's number if a signal ended it; None while it runs."""
+        return self._server._ask("poll", self.pid)
+
+    def kill(self) -> int:
+        """SIGKILL to the rank and its children; its exit code, also if it had ended before."""
+        return self._server._ask("kill", self.pid)
+
+
+class _Children:
+    """The server's side."""
+
+    def __init__(self, *pipes: BinaryIO) -> None:
+        self._pipes = pipes
+        self._exit_codes: dict[int, int | None] = {}
+
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], output: str, limit_s: float
+    ) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for pipe in self._pipes:
+                os.close(pipe.fileno())  # the client would wait for a server that has ended
+            _run(function, args, env, output, limit_s)
+        self._exit_codes[pid] = None
+        return pid
+
+    def poll(self, pid: int) -> int | None:
+        self._reap(pid, os.WNOHANG)
+        return self._exit_codes[pid]
+
+    def kill(self, pid: int) -> int | None:
+        # Also a group whose leader has ended may have members: DataLoader workers. The leader's number is not given
+        # to a new process as long as the group lives.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if self._exit_codes[pid] is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it may not have made its group yet
+        self._reap(pid, 0)
+        return self._exit_codes[pid]
+
+    def kill_all(self) -> None:
+        for pid in self._exit_codes:
+            self.kill(pid)
+
+    def _reap(self, pid: int, options: int) -> None:
+        if self._exit_codes[pid] is None:
+            ended, status = os.waitpid(pid, options)
+            if ended:
+                self._exit_codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], output: str, limit_s: float) -> None:
+    code = 1
+    try:
+        os.setsid()
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
+            os.dup2(source, target)
+        os.environ.update(env)
+        tempfile.tempdir = None  # the server may have looked at its own TMPDIR already
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+        function(*args)
+        code = 0
+    except BaseException:  # noqa: BLE001  # the fork must not return into the server
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(preload: str, requests: BinaryIO, replies: BinaryIO) -> None:
+    importlib.import_module(preload)
+    if threading.active_count() > 1:
+        raise RuntimeError(f"importing {preload} started threads, which a fork would lose")
+    children = _Children(requests, replies)
+    try:
+        while True:
+            try:
+                command, arguments = pickle.load(requests)
+            except EOFError:
+                return
+            pickle.dump(getattr(children, command)(*arguments), replies)
+            replies.flush()
+    finally:
+        children.kill_all()
+
+
+if __name__ == "__main__":
+    from tests.crash import forks
+
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints must not mix with the replies
+    forks._serve(sys.argv[1], requests, replies)
