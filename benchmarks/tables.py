@@ -276,11 +276,13 @@ def plan_million(data: Json) -> str:
             [
                 row["outputs"],
                 *(", ".join(values) for values in cells),
+                ", ".join(sorted(f"{run['processor_s'] / run['wall_s'] * 100:.0f} %" for run in runs)),
                 f"{', '.join(map(str, planned))} of {runs[0]['num_steps']:,}",
                 f"{error * 100:.1f} %",
             ]
         )
-    header = ["outputs", "wall-clock, each run", "processor", "steps planned", "largest standard error of a speed-up"]
+    header = ["outputs", "wall-clock, each run", "processor", "share of a core that it got", "steps planned"]
+    header.append("largest standard error of a speed-up")
     return markdown(header, rows)
 
 

@@ -131,9 +131,9 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         dest="time_limit_s",
         type=float,
-        default=5.0,
+        default=4.0,
         metavar="SECONDS",
-        help="stop planning after so long, without --steps (5)",
+        help="stop planning after so long, without --steps (4)",
     )
 
 
