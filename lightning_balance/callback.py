@@ -14,6 +14,7 @@ from lightning_balance.agreement import on_every_rank
 from lightning_balance.budget_control import BudgetControl
 from lightning_balance.checks import check_trainer
 from lightning_balance.fitting import BalancedFit, Place
+from lightning_balance.probing.stopwatch import Stopwatch
 from lightning_balance.reporting import RunReport
 from lightning_balance.restart import checkpoint_state, loop_place
 from lightning_balance.settings import HasBalanceSettings
@@ -21,7 +22,7 @@ from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
 CHECKPOINT_KEY = "lightning_balance"
-OF_A_RUN = {"_fit", "_weights", "_report", "_place", "_batch", "_control", "_is_first_batch"}
+OF_A_RUN = {"_fit", "_weights", "_report", "_place", "_batch", "_control", "_stopwatch", "_is_first_batch"}
 """Attributes of the callback that belong to one ``fit``; their defaults stand in the class."""
 
 
@@ -46,7 +47,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
         max_length: lengths are clipped to it, as the collate function truncates.
         pad_to_multiple_of: the collate function pads to a multiple of it.
         cost: modelled time of a micro-batch: a :class:`CostModel`, a function ``(num_samples, padded_length) -> cost``,
-            or the ``.yaml`` file that ``lightning-balance calibrate`` wrote on this machine.
+            the ``.yaml`` file that ``lightning-balance calibrate`` wrote on this machine, or ``"auto"``: fitted to the
+            run's own times, which waits for the device around each micro-batch; the plan changes only where an epoch
+            begins.
         oversize: a sample longer than ``max_tokens`` runs alone (``"single"``), is an ``"error"``, or is left out
             (``"skip"``).
         loss_reduction: what ``training_step``'s loss is a mean of: ``"sample_mean"`` samples, ``"token_mean"`` labels
@@ -84,6 +87,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
     _place: Place | None = None
     _batch: Any = None
     _control: BudgetControl | None = None
+    _stopwatch: Stopwatch | None = None
     _is_first_batch = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,6 +138,14 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._fit is None:
             return
         self._report = RunReport(trainer, pl_module, self._fit)
+        if self._fit.factory.online is not None:
+            self._stopwatch = Stopwatch(
+                self._fit.factory.online,
+                device=pl_module.device,
+                rank=self._fit.factory.rank,
+                is_alone=self._fit.factory.num_ranks == 1,
+                sync=self._fit.factory.sync,
+            )
         # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
         self._fit.continue_epoch(trainer.current_epoch)
         if self._fit.sampler.max_tokens is not None:
@@ -151,6 +163,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Tell the trainer how long the epoch is."""
         if self._fit is None or self._report is None:
             return
+        if self._fit.renew_cost():
+            self._report.monitor.forget_modelled_time()
         self._fit.begin_epoch(trainer.current_epoch)
         self._report.monitor.restart_clock()
 
@@ -173,11 +187,15 @@ class BalanceCallback(HasBalanceSettings, Callback):
             self._weights.begin(num_samples=self._place.num_samples, num_tokens=self._place.real_tokens)
         if self._report is not None:
             self._report.monitor.begin_micro_batch()
+        if self._stopwatch is not None:
+            self._stopwatch.start(self._place)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Weigh the micro-batch."""
         if self._fit is None or self._weights is None or self._place is None:
             return
+        if self._stopwatch is not None:
+            self._stopwatch.forward_done()
         num_samples = int(self._place.plan.num_samples[self._place.slot, self._fit.factory.rank])
         scale = self._weights.weigh(
             self._batch,
@@ -186,6 +204,11 @@ class BalanceCallback(HasBalanceSettings, Callback):
             accumulation=trainer.accumulate_grad_batches,
         )
         scale_backward(loss, scale)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Time the micro-batch, with ``cost="auto"``."""
+        if self._stopwatch is not None:
+            self._stopwatch.backward_done()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Correct the gradients by the units that were counted, before they are clipped."""

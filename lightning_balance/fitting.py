@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -134,6 +134,7 @@ class BalancedFit:
             **self.sampler.state_at(position - self.num_batches_into_step(position)),
             "num_micro_batches": self.num_batches_of_epoch,
             "given_max_tokens": self._given_max_tokens,
+            "online_cost": None if self.factory.online is None else asdict(self.factory.online.model),
         }
 
     def num_batches_into_step(self, position: int) -> int:
@@ -156,6 +157,7 @@ class BalancedFit:
         """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
         self._restored = dict(state)
         self.factory.keep_budget(state)
+        self.factory.keep_cost(state)
         if state["position"] < state["num_micro_batches"]:
             self._steps_before = state["epoch"], global_step - state["served"]["num_steps"]
         else:
@@ -238,6 +240,23 @@ class BalancedFit:
         if not is_over:
             _lightning.set_epoch_length(self.trainer, self.num_batches_of_epoch)
             _lightning.restart_train_iterator(self.trainer, num_batches)
+
+    def renew_cost(self) -> bool:
+        """Plan by what the run has measured, with ``cost="auto"``; True if that is another cost. A collective call.
+
+        Only where an epoch begins: within one the plan stays.
+        """
+        if not self.factory.renew_cost():
+            return False
+        assert self.factory.online is not None
+        model = self.factory.online.model
+        self.sampler.set_cost(model)
+        self._steps_of_epoch.clear()
+        rank_zero_info(
+            f"BalanceCallback: from epoch {self.trainer.current_epoch} on planned with"
+            f" CostModel(intercept={model.intercept:.1f}, alpha={model.alpha:.3e}), fitted to the run's own times"
+        )
+        return True
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell sampler and trainer which epoch comes and how long it is."""

@@ -37,6 +37,7 @@ class Totals:
     num_synchronisations: int = 0
     largest_micro_batch: int = 0
     modelled_time: float = 0.0
+    modelled_samples: int = 0
     seconds: float = 0.0
     waited_seconds: float = 0.0
     planning_seconds: float = 0.0
@@ -117,6 +118,11 @@ class RunMonitor:
         """Do not count what came before now, such as the setup of an epoch."""
         self._window_started = self._clock()
 
+    def forget_modelled_time(self) -> None:
+        """Begin to sum modelled time anew: another cost has other units."""
+        for totals in (self.run, self._since_log):
+            totals.modelled_time, totals.modelled_samples = 0.0, 0
+
     def pause(self) -> None:
         """Stop the clock, during validation."""
         self._paused_at = self._clock()
@@ -153,6 +159,7 @@ class RunMonitor:
             totals.spread_sum += spread * len(synchronised)
             totals.num_synchronisations += len(synchronised)
             totals.largest_micro_batch = max(totals.largest_micro_batch, int(padded.max()))
+            totals.modelled_samples += place.num_samples
             totals.modelled_time += float(synchronised.max(axis=1).sum())
             totals.seconds += seconds
             totals.waited_seconds += waited

@@ -190,6 +190,11 @@ class BalancedBatchSampler(BatchSampler):
         """Time that this process has spent on planning the epochs that were served."""
         return self._planning_seconds + (0.0 if self._plan is None else self._plan.planning_seconds)
 
+    def set_cost(self, cost: CostFunction) -> None:
+        """Plan by another cost from now on: only before an epoch's first micro-batch, and on every rank alike."""
+        self._options["cost"] = cost
+        self._planning_seconds, self._plan = self.planning_seconds, None
+
     def plan_for(self, epoch: int) -> EpochPlan:
         """The plan of any epoch, without changing the one that is served."""
         return self.plan if epoch == self.epoch else self._make_plan(epoch)

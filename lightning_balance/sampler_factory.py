@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_balance
 from lightning_balance import _lightning
-from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, on_every_rank
+from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, gather_objects, on_every_rank
+from lightning_balance.calibration.online import OnlineCost, slowest_per_slot
 from lightning_balance.calibration.search import BudgetSearch
+from lightning_balance.cost import CostFunction, CostModel
 from lightning_balance.lengths import is_scan_needed, resolve_lengths
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
 from lightning_balance.probing.budget import BudgetFinder
@@ -56,6 +58,7 @@ class SamplerFactory:
         sync: when ranks wait for each other.
         order: batch size and order of the loader; None for a loader that brought its own balanced sampler.
         settings: the user's options; with ``max_tokens="auto"``, from the first loader on, with the number found.
+        online: follows the run's own times with ``cost="auto"``; ``settings`` then has its model.
         can_run: whether strategy, module and optimizers are set up, so that micro-batches can be tried.
     """
 
@@ -66,7 +69,8 @@ class SamplerFactory:
         self.accumulation: int = trainer.accumulate_grad_batches
         self.sync = _planned_sync(trainer, settings)
         self.order: LoaderOrder | None = None
-        self.settings = settings
+        self.online = OnlineCost() if settings.cost == "auto" else None
+        self.settings = settings if self.online is None else replace(settings, cost=self.online.model)
         self._trainer = trainer
         self._scanned: tuple[Any, NDArray[np.int64]] | None = None
         self._has_warned_of_skipped = False
@@ -154,7 +158,7 @@ class SamplerFactory:
             seed=_seed(settings),
             shuffle=order.shuffle,
             drop_last=order.drop_last,
-            cost=settings.cost,
+            cost=self.cost,
             sync=self.sync,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             oversize=settings.oversize,
@@ -162,6 +166,12 @@ class SamplerFactory:
             lookahead=settings.lookahead,
             max_shapes=settings.max_shapes,
         )
+
+    @property
+    def cost(self) -> CostFunction:
+        """The cost that the plan is made with."""
+        assert self.settings.cost != "auto"
+        return self.settings.cost
 
     def _samples_per_step(self, batch_size: int) -> int:
         return self.settings.samples_per_step or batch_size * self.accumulation * self.num_ranks
@@ -176,6 +186,28 @@ class SamplerFactory:
         """Makes single micro-batches of a loader's data. A collective call; errors are raised on every rank."""
         lengths, multiple = self.find_lengths(loader), self.settings.pad_to_multiple_of
         return MicroBatches(loader, -(-lengths // multiple) * multiple)
+
+    def renew_cost(self) -> bool:
+        """Fit the cost to the times of all ranks, with ``cost="auto"``; True if it changed. A collective call."""
+        if self.online is None:
+            return False
+        of_ranks, online = gather_objects(self.online.measured), self.online
+        if self.sync == "micro_batch":
+            measured = slowest_per_slot(of_ranks, online.model)
+        else:
+            measured = [row for rows in of_ranks for row in rows]
+        return self._plan_by(from_rank_zero(lambda: online.renewed(measured)))
+
+    def keep_cost(self, state: dict[str, Any]) -> None:
+        """Take the cost that a run had found before it was saved."""
+        if self.online is not None and state.get("online_cost") is not None:
+            self._plan_by(CostModel(**state["online_cost"]))
+
+    def _plan_by(self, model: CostModel) -> bool:
+        assert self.online is not None
+        is_new, self.online.model = model != self.online.model, model
+        self.settings = replace(self.settings, cost=model)
+        return is_new
 
     def keep_budget(self, state: dict[str, Any]) -> None:
         """Take the budget that a run of the same number of ranks had found before it was saved."""

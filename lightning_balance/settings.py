@@ -51,7 +51,7 @@ class BalanceSettings:
     lengths: Sequence[int] | str | Callable[[Any], int] | None = None
     max_length: int | None = None
     pad_to_multiple_of: int = 1
-    cost: CostFunction | CostModel = field(default_factory=CostModel)
+    cost: CostFunction | CostModel | Literal["auto"] = field(default_factory=CostModel)
     oversize: Oversize = "single"
     loss_reduction: LossReduction | Callable[[Any], Any] = "sample_mean"
     seed: int | None = None
@@ -235,13 +235,13 @@ def _resolve_loss_reduction(value: Any) -> Any:
 
 
 def _resolve_cost(value: Any) -> Any:
-    if callable(value):
+    if callable(value) or value == "auto":
         return value
     if isinstance(value, (str, os.PathLike)) and str(value).endswith(SUFFIXES):
         return read_cost_file(value)
     if isinstance(value, str) and "." in value:
         return import_callable(value, "cost")
     raise TypeError(
-        "cost must be a CostModel, a function (num_samples, padded_length) -> cost, the dotted path of one, or a .yaml"
-        f" file of lightning-balance calibrate, got {value!r}"
+        "cost must be a CostModel, a function (num_samples, padded_length) -> cost, the dotted path of one, a .yaml"
+        f" file of lightning-balance calibrate, or 'auto', got {value!r}"
     )

@@ -27,7 +27,7 @@ def plain_summary(fit: BalancedFit, totals: Totals) -> PlanSummary:
         batch_size=factory.order.batch_size if factory.order is not None else samples_per_micro_batch,
         num_ranks=factory.num_ranks,
         num_slots=factory.accumulation,
-        cost=factory.settings.cost,
+        cost=factory.cost,
         sync=factory.sync,
         shuffle=False,  # shuffled above
         pad_to_multiple_of=factory.settings.pad_to_multiple_of,
@@ -78,7 +78,7 @@ def print_summary(fit: BalancedFit, totals: Totals, of_ranks: RankFigures) -> No
 
 def _modelled_slowdown(totals: Totals, plain: PlanSummary) -> float:
     """Modelled time of plain batches over that of the run, for the same number of samples."""
-    balanced_time = totals.modelled_time / totals.num_samples
+    balanced_time = totals.modelled_time / totals.modelled_samples
     return plain.modelled_time / plain.num_samples / balanced_time
 
 
