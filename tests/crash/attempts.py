@@ -13,7 +13,6 @@ from tests.crash.job import Attempt, JobSettings, run_attempt
 from tests.distributed import RanksError, RanksTimeoutError, free_port, rank_environment
 
 POLL_S = 0.002
-KILLED = -signal.SIGKILL
 # After an error that was not planned the other ranks get this long to report theirs, and stacks to be written.
 ERROR_GRACE_S, STACK_DUMP_S = 2.0, 0.5
 RANK_LIMIT_S = 30.0  # so much later ranks end themselves, if nobody is left to kill them
@@ -78,36 +77,37 @@ def run(
         )
         for rank, output in enumerate(outputs)
     ]
+    place, reason = "", "failed"
     try:
         place = _watch(ranks, attempt, kill, begun + limit_s)
-        if place is not None:
-            _wait(ranks, grace_s)
-        elif any(rank.poll() for rank in ranks):
-            _wait(ranks, ERROR_GRACE_S)
-        else:
-            _dump_stacks(ranks)
+        _wait(ranks, grace_s if place else ERROR_GRACE_S)
+    except TimeoutError:
+        reason = f"ran past {limit_s:g} s"
+        _dump_stacks(ranks)
     finally:
         exit_codes = [rank.kill() for rank in ranks]
-    if place is None and exit_codes != [0] * len(ranks):
-        error = RanksError if any(code not in (0, KILLED) for code in exit_codes) else RanksTimeoutError
-        reason = "failed" if error is RanksError else f"ran past {limit_s:g} s"
+    finished = exit_codes == [0] * len(ranks) and reason == "failed"
+    if not place and not finished:
+        error = RanksError if reason == "failed" else RanksTimeoutError
         texts = [output.read_text(errors="replace") for output in outputs]
         raise error(f"attempt {attempt.number} of {settings} {reason}; {attempt}", exit_codes, texts)
-    finished = exit_codes == [0] * len(ranks)
-    return Outcome(finished=finished, place="" if finished else place or "", seconds=time.monotonic() - begun)
+    return Outcome(finished=finished, place="" if finished else place, seconds=time.monotonic() - begun)
 
 
-def _watch(ranks: list[Rank], attempt: Attempt, kill: KillFromOutside | None, deadline: float) -> str | None:
-    """Wait until all ranks ended, one failed, the deadline passed (None), or one was killed as planned: where."""
+def _watch(ranks: list[Rank], attempt: Attempt, kill: KillFromOutside | None, deadline: float) -> str:
+    """Wait until all ranks ended or one failed, which gives "", or until one was killed as planned: where.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
     due = None
     while time.monotonic() < deadline:
         codes = [rank.poll() for rank in ranks]
-        if any(codes):
-            codes = [rank.poll() for rank in ranks]  # a survivor's error comes after the death that it found out
-        if attempt.kill is not None and KILLED in codes:
+        # A survivor may fail by a death that cannot be waited for yet; the note was written before both.
+        if attempt.kill is not None and any(codes) and attempt.kill.note.exists():
             return attempt.kill.note.read_text().strip()
         if all(code == 0 for code in codes) or any(codes):
-            return None
+            return ""
         if kill is not None and due is None and _num_micro_batches(attempt.log(0)) >= kill.micro_batch:
             due = time.monotonic() + kill.delay_s
         if kill is not None and due is not None and time.monotonic() >= due:
@@ -115,7 +115,7 @@ def _watch(ranks: list[Rank], attempt: Attempt, kill: KillFromOutside | None, de
                 ranks[rank].kill()
             return f"outside: {1e3 * kill.delay_s:.1f} ms after micro-batch {kill.micro_batch}"
         time.sleep(POLL_S)
-    return None
+    raise TimeoutError
 
 
 def _num_micro_batches(log: Path) -> int:
