@@ -8,9 +8,10 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from lightning_balance import BalanceCallback, CostModel
+from lightning_balance import BalanceCallback, BalancedDataModuleMixin, CostModel
 from lightning_balance.calibration.file import read_cost_file
 from lightning_balance.cli import main
+from lightning_balance.demo import FunctionsDataModule
 from tests.command import REPOSITORY, run_command
 
 DEMO = str(REPOSITORY / "configs" / "demo.yaml")
@@ -68,6 +69,25 @@ class KeepsCost(Callback):
     def on_train_start(self, trainer, pl_module):
         (callback,) = [callback for callback in trainer.callbacks if isinstance(callback, BalanceCallback)]
         KeepsCost.seen = callback.settings.cost
+
+
+class BalancedFunctions(BalancedDataModuleMixin, FunctionsDataModule):
+    """A data module that brings its own balancing along."""
+
+    def __init__(self):
+        super().__init__(max_tokens=256, max_length=64)
+        self.num_functions, self.max_length = 60, 64
+
+
+def test_a_data_module_that_balances_itself_is_calibrated_within_its_own_budget(in_process, tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        "model:\n  class_path: lightning_balance.demo.CausalLM\n  init_args: {hidden_size: 16, num_layers: 1}\n"
+        "data: {class_path: tests.test_calibrate_command.BalancedFunctions}\n"
+        "trainer: {accelerator: cpu, max_steps: 5, min_epochs: 2}\n"
+    )
+    main(["calibrate", "--config", "own.yaml", "--calibrate.num_repeats", "1"])
+    points = yaml.safe_load((tmp_path / "cost.yaml").read_text())["points"]
+    assert max(point["num_samples"] * point["padded_length"] for point in points) == 256
 
 
 def test_the_budget_finder_prints_what_it_tried(in_process, tmp_path, capsys):
