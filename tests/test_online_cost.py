@@ -148,5 +148,5 @@ def test_the_summary_of_a_run_whose_cost_changed_is_printed(capsys):
     run = toys.trainer(callbacks=[callback], max_epochs=2, accumulate_grad_batches=3)
     run.fit(Slow(), toys.loader(toys.equal_samples(LENGTHS), 2, shuffle=True))
     assert "modelled time per sample" in capsys.readouterr().out
-    assert callback._monitor.run.modelled_samples == len(LENGTHS)
-    assert callback._monitor.run.num_samples == 2 * len(LENGTHS)
+    assert callback._report.monitor.run.modelled_samples == len(LENGTHS)
+    assert callback._report.monitor.run.num_samples == 2 * len(LENGTHS)
