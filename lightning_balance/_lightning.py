@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -307,6 +308,17 @@ def without_gradient_sync(trainer: Trainer) -> AbstractContextManager[None]:
 def keep_callbacks(trainer: Trainer, is_kept: Callable[[Callback], bool]) -> None:
     """Let only some callbacks run, also of those that the module brings; missing: a way to take them out."""
     trainer.callbacks = [callback for callback in callbacks(trainer) if is_kept(callback)]  # type: ignore[attr-defined]
+
+
+def show_epoch_length(trainer: Trainer) -> None:
+    """Give the progress bar the total of an epoch that continues.
+
+    Missing: TQDM's asks for it at the start of an epoch only.
+    """
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar) and bar.is_enabled and bar.train_progress_bar.total is None:
+        bar.train_progress_bar.total = bar.total_train_batches
+        bar.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
 
 def put_first(trainer: Trainer, callback: Callback) -> None:

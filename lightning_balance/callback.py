@@ -179,6 +179,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         self._batch, self._place = batch, self._fit.place(batch_idx)
         if self._is_first_batch:
             self._is_first_batch = False
+            _lightning.show_epoch_length(trainer)
             self._warn_of_ignored_labels(batch)
             self._warn_of_other_lengths(batch, self._place)
         if self._fit.open_window(self._place, batch_idx):
@@ -234,15 +235,15 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock."""
-        if self._fit is not None:
-            self._fit.is_validating = not trainer.sanity_checking
+        if self._fit is not None and not trainer.sanity_checking:
+            self._fit.is_validation_ahead = True
         if self._report is not None:
             self._report.monitor.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the clock go on."""
-        if self._fit is not None:
-            self._fit.is_validating = False
+        if self._fit is not None and not trainer.sanity_checking:
+            self._fit.is_validation_ahead = False
         if self._report is not None:
             self._report.monitor.resume()
 

@@ -14,7 +14,7 @@ from lightning_balance.agreement import on_every_rank
 from lightning_balance.epoch import EpochPlan
 from lightning_balance.loaders import with_batch_sampler
 from lightning_balance.plan import StepPlan
-from lightning_balance.sampler import BalancedBatchSampler
+from lightning_balance.sampler import BalancedBatchSampler, check_state
 from lightning_balance.sampler_factory import SamplerFactory
 from lightning_balance.settings import BalanceSettings
 from lightning_balance.windows import Accumulation, BetweenWindows, batch_role
@@ -67,7 +67,8 @@ class BalancedFit:
 
     Attributes:
         factory: ranks, synchronisation and the user's loader.
-        is_validating: a validation has begun and not ended.
+        is_validation_ahead: a validation after the latest batch has begun, in this run or before a restart, and has
+            not ended.
     """
 
     def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
@@ -75,13 +76,14 @@ class BalancedFit:
         self.factory = SamplerFactory(trainer, settings)
         self._sampler: BalancedBatchSampler | None = None
         self._restored: dict[str, Any] | None = None
+        self._restored_step = 0
         self._length_is_stale = False
         self._steps_of_epoch: dict[int, int] = {}
         self._steps_before: tuple[int, int] | None = None
         self._given_max_tokens: int | None = None
         self._changed_max_tokens: int | None = None
         self._validated = 0, 0
-        self.is_validating = False
+        self.is_validation_ahead = False
 
     @property
     def sampler(self) -> BalancedBatchSampler:
@@ -109,15 +111,16 @@ class BalancedFit:
 
     def balance(self, loader: Any) -> DataLoader[Any]:
         """Rebuild the user's training loader around the plan. A collective call; errors are raised on every rank."""
+        on_every_rank(lambda: None if self._restored is None else self._take_over(self._restored))
         self._sampler = sampler = self.factory.make(loader)
         self._steps_of_epoch.clear()
         sampler.set_epoch(self.trainer.current_epoch)
         self._given_max_tokens = sampler.max_tokens
-        if self._restored and self._restored["given_max_tokens"] == sampler.max_tokens:
-            self._changed_max_tokens = self._restored["max_tokens"]
+        if self._restored is not None and self._restored.get("given_max_tokens") == sampler.max_tokens:
+            self._changed_max_tokens = self._restored.get("max_tokens")
         if self._changed_max_tokens is not None:
             sampler.set_max_tokens(self._changed_max_tokens, sampler.plan.begin.num_micro_batches)
-        on_every_rank(lambda: sampler.load_state_dict(self._restored) if self._restored else None)
+        on_every_rank(lambda: None if self._restored is None else self._load(sampler, self._restored))
         self._announce_steps()
         return with_batch_sampler(loader, sampler)
 
@@ -134,6 +137,7 @@ class BalancedFit:
             **self.sampler.state_at(position - self.num_batches_into_step(position)),
             "num_micro_batches": self.num_batches_of_epoch,
             "given_max_tokens": self._given_max_tokens,
+            "memory_bounds": self.factory.memory_bounds,
             "online_cost": None if self.factory.online is None else asdict(self.factory.online.model),
         }
 
@@ -153,17 +157,28 @@ class BalancedFit:
         # Under another plan the limit may lie before the place where the epoch goes on: then one more step ends it.
         return max(limited, plan.begin.num_micro_batches + int(plan.num_slots_per_step[:1].sum()))
 
-    def restore(self, state: dict[str, Any], global_step: int) -> None:
+    def restore(self, state: Any, global_step: int) -> None:
         """Continue where ``state`` stands as soon as the loader is there; at once if Lightning asked for it early."""
-        self._restored = dict(state)
+        self._restored, self._restored_step = state, global_step
+        if self.has_loader:
+            _lightning.forget_train_dataloader(self.trainer)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """Take from a state what has to be known before there is a sampler."""
+        check_state(state)
         self.factory.keep_budget(state)
         self.factory.keep_cost(state)
         if state["position"] < state["num_micro_batches"]:
-            self._steps_before = state["epoch"], global_step - state["served"]["num_steps"]
+            self._steps_before = state["epoch"], self._restored_step - state["served"]["num_steps"]
         else:
-            self._steps_before = state["epoch"] + 1, global_step
-        if self.has_loader:
-            _lightning.forget_train_dataloader(self.trainer)
+            self._steps_before = state["epoch"] + 1, self._restored_step
+
+    def _load(self, sampler: BalancedBatchSampler, state: dict[str, Any]) -> None:
+        """Put the sampler where a state stands, and keep in mind which validations it has seen."""
+        sampler.load_state_dict(state)
+        num_validated = state.get("validated", state["position"])
+        self._validated = sampler.epoch, num_validated if state["digest"] == sampler.plan.digest else 0
+        self.is_validation_ahead = num_validated < state["position"]
 
     def continue_epoch(self, epoch: int) -> None:
         """Begin the first epoch of a run, possibly in its middle, and see that the iterator serves it.
@@ -183,7 +198,6 @@ class BalancedFit:
         self.factory.check_same_place(self.sampler, num_done)
         if restored is not None and epoch == restored["epoch"]:
             self._tell_changes(restored)
-            self._validated = epoch, restored["validated"] if restored["digest"] == self.sampler.plan.digest else 0
         if is_restarting or restored is not None or self.sampler.begun not in (None, (epoch, 0)):
             _lightning.restart_train_iterator(self.trainer)
         if is_restarting and finished_an_epoch:
@@ -207,6 +221,11 @@ class BalancedFit:
             raise ValueError(
                 f"the checkpoint continues at batch {num_done} of epoch {epoch}, but its samples are those of epoch"
                 f" {restored['epoch']}: resume from a checkpoint that ModelCheckpoint saved during fit"
+            )
+        if restored["position"] != num_done:
+            raise ValueError(
+                f"the checkpoint continues at batch {num_done} of epoch {epoch}, but its samples are those of batch"
+                f" {restored['position']}: resume from a checkpoint that ModelCheckpoint saved during fit"
             )
         if not self.sampler.plan_for(epoch).steps:
             raise ValueError(
@@ -294,7 +313,8 @@ class BalancedFit:
         return plan.locate(self._num_batches(plan) - 1)[0] + 1
 
     def place(self, batch_index: int) -> Place:
-        """Where the epoch's micro-batch ``batch_index`` stands."""
+        """Where the epoch's micro-batch ``batch_index``, which begins, stands."""
+        self.is_validation_ahead = False
         if self._length_is_stale:
             self.begin_epoch(self.trainer.current_epoch)
         plan = self.sampler.plan
@@ -305,8 +325,13 @@ class BalancedFit:
 
     def was_validated(self, num_batches: int) -> bool:
         """Whether a validation after so many batches of the epoch ended before the restart, inside a step."""
+        return num_batches <= self.num_validated_before
+
+    @property
+    def num_validated_before(self) -> int:
+        """Batches of the epoch, perhaps more than are done again, after which validations ended before the restart."""
         epoch, num_validated = self._validated
-        return epoch == self.sampler.epoch and num_batches <= num_validated
+        return num_validated if epoch == self.sampler.epoch else 0
 
     def open_window(self, place: Place, batch_index: int) -> bool:
         """Set the trainer's accumulation for this micro-batch; True if gradients have to be zeroed by hand."""

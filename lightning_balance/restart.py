@@ -39,12 +39,12 @@ def loop_place(fit: BalancedFit) -> LoopPlace:
 
 def num_batches_validated(fit: BalancedFit) -> int:
     """Batches of the epoch after which no validation is ahead; more than are done where a step validated midway."""
-    return fit.position - _is_validation_ahead(fit)
+    return max(fit.position - _is_validation_ahead(fit), fit.num_validated_before)
 
 
 def _is_validation_ahead(fit: BalancedFit) -> bool:
     """Whether a validation after the latest batch, if one is due, has not ended."""
-    return _lightning.is_ending_batch(fit.trainer) or fit.is_validating
+    return _lightning.is_ending_batch(fit.trainer) or fit.is_validation_ahead
 
 
 def checkpoint_state(fit: BalancedFit) -> dict[str, Any]:

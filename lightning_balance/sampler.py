@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_balance.validation import check_positive_int, validate_lengths
 STATE_VERSION = 2
 WHAT_STAYS = ("num_samples", "lengths", "seed", "shuffle")
 """What has to be the same wherever a state is continued; ranks, budget and every other option may change."""
+WHERE_IT_STANDS = ("epoch", "position", "num_micro_batches", "begin", "digest", "served")
 
 
 class BalancedBatchSampler(BatchSampler):
@@ -302,17 +303,15 @@ class BalancedBatchSampler(BatchSampler):
         ``len`` then counts what was done before, too.
 
         Raises:
-            ValueError: the state was made of other data, another seed or another order, or by another state version.
+            ValueError: the state was made of other data, another seed or another order, by another state version, or is
+                none.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(
-                f"state['version'] is {state.get('version')!r}, but this release reads version {STATE_VERSION}"
-            )
+        check_state(state)
         ours = self.description()
         for name in WHAT_STAYS:
-            if state.get(name) != ours[name]:
+            if state[name] != ours[name]:
                 raise ValueError(
-                    f"the state was saved with {name}={state.get(name)!r}, but this sampler has {name}={ours[name]!r}:"
+                    f"the state was saved with {name}={state[name]!r}, but this sampler has {name}={ours[name]!r}:"
                     " continue with the same data, order and seed, or start without the state"
                 )
         epoch, position = int(state["epoch"]), int(state["position"])
@@ -335,6 +334,31 @@ class BalancedBatchSampler(BatchSampler):
     def begun(self) -> tuple[int, int] | None:
         """Epoch and first position of the latest iterator that was asked for a batch; None before the first."""
         return self._begun
+
+
+def check_state(state: Any) -> None:
+    """Check that a state can be one that :meth:`BalancedBatchSampler.state_at` made.
+
+    Raises:
+        ValueError: it is none, lacks something, is of another version, or stands at no place of its epoch.
+    """
+    way_out = "continue from another checkpoint, or start without the state"
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"the state must be a dictionary that state_dict made, got a {type(state).__name__}: {way_out}"
+        )
+    version = state.get("version")
+    if version != STATE_VERSION:
+        raise ValueError(f"state['version'] is {version!r}, but this release reads version {STATE_VERSION}: {way_out}")
+    missing = [name for name in (*WHAT_STAYS, *WHERE_IT_STANDS) if name not in state]
+    if missing:
+        raise ValueError(f"the state lacks {', '.join(missing)}, so it is not as state_dict made it: {way_out}")
+    position, num_micro_batches = state["position"], state["num_micro_batches"]
+    if not isinstance(position, int) or not 0 <= position <= num_micro_batches:
+        raise ValueError(
+            f"state['position'] must be an integer in [0, {num_micro_batches}], the micro-batches of its epoch, got"
+            f" {position!r}: {way_out}"
+        )
 
 
 def _ranks(num_replicas: int | None, rank: int | None, sampler: DistributedSampler[Any] | None) -> tuple[int, int]:

@@ -59,6 +59,7 @@ class SamplerFactory:
         order: batch size and order of the loader; None for a loader that brought its own balanced sampler.
         settings: the user's options; with ``max_tokens="auto"``, from the first loader on, with the number found.
         online: follows the run's own times with ``cost="auto"``; ``settings`` then has its model.
+        memory_bounds: the user's share and limit of memory for ``max_tokens="auto"``.
         can_run: whether strategy, module and optimizers are set up, so that micro-batches can be tried.
     """
 
@@ -71,6 +72,7 @@ class SamplerFactory:
         self.order: LoaderOrder | None = None
         self.online = OnlineCost() if settings.cost == "auto" else None
         self.settings = settings if self.online is None else replace(settings, cost=self.online.model)
+        self.memory_bounds = [settings.memory_fraction, settings.memory_limit_gib]
         self._trainer = trainer
         self._scanned: tuple[Any, NDArray[np.int64]] | None = None
         self._has_warned_of_skipped = False
@@ -210,9 +212,10 @@ class SamplerFactory:
         return is_new
 
     def keep_budget(self, state: dict[str, Any]) -> None:
-        """Take the budget that a run of the same number of ranks had found before it was saved."""
+        """Take the budget that a run with as many ranks and as much memory had found before it was saved."""
         max_tokens = state.get("max_tokens")
-        if self.settings.max_tokens == "auto" and max_tokens and state.get("num_replicas") == self.num_ranks:
+        is_alike = (state.get("num_replicas"), state.get("memory_bounds")) == (self.num_ranks, self.memory_bounds)
+        if self.settings.max_tokens == "auto" and max_tokens and is_alike:
             self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
 
     def _settle_budget(self, loader: DataLoader[Any]) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 
 CRASH_ROUNDS = pytest.StashKey[str]()
 """What the rounds of ``tests/test_crashes.py`` came to."""
+
+
+@pytest.fixture(autouse=True)
+def no_seed_of_another_test() -> Iterator[None]:
+    """``seed_everything`` leaves its seed in the environment, where the callback takes it from."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

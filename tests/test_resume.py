@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, TQDMProgressBar
 
 from lightning_balance import BalanceCallback
 from tests.distributed import run_ranks
@@ -250,3 +251,112 @@ def test_a_checkpoint_inside_the_last_micro_batch_keeps_the_last_step(mode: str,
     assert last - 4 < len(whole.served) - len(resumed.served) <= last
     assert resumed.num_steps == whole.num_steps
     assert resumed.weight == pytest.approx(whole.weight)
+
+
+class StopError(RuntimeError):
+    pass
+
+
+class SavesAndStops(Callback):
+    """Saves and raises in a hook, at its n-th call."""
+
+    def __init__(self, hook: str, path: Path, num_calls: int = 1) -> None:
+        self.path, self.num_left = path, num_calls
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer: Any, *_: Any) -> None:
+        self.num_left -= 1
+        if self.num_left == 0:
+            trainer.save_checkpoint(self.path)
+            raise StopError
+
+
+class Validated(ScalarModel):
+    """Notes after how many batches of all epochs each validation ended; its loader may fail once."""
+
+    def __init__(self, loader_fails: bool = False) -> None:
+        super().__init__(lr=0.01)
+        self.after: list[int] = []
+        self.loader_fails = loader_fails
+
+    def val_dataloader(self) -> Any:
+        if self.loader_fails:
+            raise StopError
+        return loader(DATA, 6)
+
+    def on_validation_end(self) -> None:
+        self.after.append(self.trainer.fit_loop.total_batch_idx)
+
+
+def validate(*callbacks: Callback, checkpoint: Path | None = None, fails: bool = False, **arguments: Any) -> Validated:
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False, seed=3)
+    model = Validated(fails)
+    used = trainer(callbacks=[balance, *callbacks], num_sanity_val_steps=0, **{"max_epochs": 2, **arguments})
+    with contextlib.suppress(StopError):
+        used.fit(model, loader(DATA, 2, shuffle=True), ckpt_path=checkpoint)
+    return model
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_validation_batch_end"])
+@pytest.mark.parametrize("second", ["on_train_start", "loader"])
+def test_a_validation_that_is_due_is_not_lost_by_two_restarts(hook: str, second: str, tmp_path: Path) -> None:
+    first_path, second_path = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    whole = validate()
+    validate(SavesAndStops(hook, first_path, 6 if hook == "on_train_batch_end" else 1))
+    if second == "loader":
+        saver = OnExceptionCheckpoint(tmp_path, filename="second")
+        validate(saver, checkpoint=first_path, fails=True, enable_checkpointing=True)
+    else:
+        validate(SavesAndStops(second, second_path), checkpoint=first_path)
+    assert validate(checkpoint=second_path).after == whole.after == [5, 11]
+
+
+def test_a_validation_that_ended_inside_a_window_is_not_repeated_by_two_restarts(tmp_path: Path) -> None:
+    arguments = {"accumulate_grad_batches": 3, "val_check_interval": 1, "max_epochs": 1}
+    first_path, second_path = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    whole = validate(**arguments)
+    first = validate(SavesAndStops("on_before_backward", first_path, 5), **arguments)
+    second = validate(SavesAndStops("on_before_backward", second_path), checkpoint=first_path, **arguments)
+    third = validate(checkpoint=second_path, **arguments)
+    assert first.after + second.after + third.after == whole.after == [0, 1, 2, 3, 4, 5]
+
+
+class Totals(TQDMProgressBar):
+    """Notes the bar's place and total after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.seen.append((self.train_progress_bar.n, self.train_progress_bar.total))
+
+
+def test_the_progress_bar_of_a_continued_epoch_has_its_total(tmp_path: Path) -> None:
+    path = tmp_path / "stopped.ckpt"
+    run("rebalance", 1, StopAfter(2, path))
+    bar = Totals()
+    run("rebalance", 1, bar, checkpoint=path, max_epochs=2, enable_progress_bar=True)
+    assert bar.seen == [(place, 6) for place in (3, 4, 5, 6, 1, 2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"position": 1}, "continues at batch 2 of epoch 0, but its samples are those of batch 1"),
+        ({"epoch": 7}, "continues at batch 2 of epoch 0, but its samples are those of epoch 7"),
+        (None, "the state must be a dictionary that state_dict made, got a str"),
+    ],
+)
+def test_a_checkpoint_whose_state_was_changed_is_refused(
+    change: dict[str, Any] | None, sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "stopped.ckpt"
+    run("rebalance", 1, StopAfter(2, path))
+    checkpoint = torch.load(path, weights_only=True)
+    state = checkpoint["lightning_balance"]
+    checkpoint["lightning_balance"] = "hello" if change is None else {**state, **change}
+    torch.save(checkpoint, path)
+    with pytest.raises(ValueError, match=sentence):
+        run("rebalance", 1, checkpoint=path)

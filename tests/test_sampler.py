@@ -233,6 +233,24 @@ def test_a_state_of_another_order_or_other_data_is_refused_with_both_values(
         sampler(batch_size=2).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (None, "the state must be a dictionary that state_dict made, got a NoneType"),
+        ({"digest": ...}, "the state lacks digest, so it is not as state_dict made it"),
+        ({"num_samples": ..., "served": ...}, "the state lacks num_samples, served"),
+        ({"position": -3}, r"state\['position'\] must be an integer in \[0, 9\], .* got -3"),
+        ({"position": 10**6}, r"state\['position'\] must be an integer in \[0, 9\], .* got 1000000"),
+        ({"position": "2"}, r"state\['position'\] must be an integer in \[0, 9\], .* got '2'"),
+    ],
+)
+def test_what_is_no_state_is_refused_in_one_sentence(change: dict[str, Any] | None, sentence: str) -> None:
+    state: Any = {**sampler(batch_size=2).state_dict(), **(change or {})}
+    state = None if change is None else {name: value for name, value in state.items() if value is not ...}
+    with pytest.raises(ValueError, match=sentence + ".*continue from another checkpoint, or start without the state"):
+        sampler(batch_size=2).load_state_dict(state)
+
+
 def test_a_refused_state_changes_nothing() -> None:
     one = sampler(batch_size=2)
     expected = list(one)

@@ -201,9 +201,23 @@ def test_nothing_is_logged_and_no_callback_called_while_budgets_are_tried(tmp_pa
     assert max(map(int, steps)) == 11  # 48 samples, 8 a step, 2 epochs
 
 
-def test_a_resumed_run_keeps_the_budget_it_had(tmp_path):
+def test_a_resumed_run_keeps_the_budget_it_had(tmp_path, caplog):
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    caplog.set_level("INFO")
     _, first = train("auto", callbacks=[saving], enable_checkpointing=True)
-    resumed, second = train("auto", options={"memory_limit_gib": 8}, ckpt_path=tmp_path / "step=5.ckpt")
+    assert "is the largest that fits" in caplog.text
+    caplog.clear()
+    resumed, second = train("auto", ckpt_path=tmp_path / "step=5.ckpt")
+    assert "is the largest that fits" not in caplog.text
     assert second.max_tokens == first.max_tokens
     assert resumed.largest <= first.max_tokens
+
+
+def test_a_run_that_resumes_with_less_memory_looks_again(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    _, before = train("auto", callbacks=[saver], enable_checkpointing=True)
+    less = {"memory_limit_gib": LIMIT_GIB * 0.8}
+    _, fresh = train("auto", options=less)
+    _, resumed = train("auto", options=less, ckpt_path=tmp_path / "step=2.ckpt")
+    assert fresh.max_tokens < before.max_tokens
+    assert resumed.max_tokens < before.max_tokens

@@ -64,7 +64,6 @@ def run(
         RanksTimeoutError: the attempt ran past ``limit_s`` although nobody was killed.
         RanksError: a rank failed although nobody was killed.
     """
-    begun = time.monotonic()
     outputs = [attempt.folder / f"output-{attempt.number}-{rank}.txt" for rank in range(attempt.num_ranks)]
     port = free_port()
     ranks = [
@@ -77,6 +76,7 @@ def run(
         )
         for rank, output in enumerate(outputs)
     ]
+    begun = time.monotonic()  # a server may have to import everything before its first fork
     place, reason = "", "failed"
     try:
         place = _watch(ranks, attempt, kill, begun + limit_s)
