@@ -28,6 +28,7 @@ def in_process(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["lightning-balance"])
 
 
+@pytest.mark.slow
 def test_two_processes_calibrate_and_only_write_the_cost_file(tmp_path):
     options = ["--trainer.enable_checkpointing", "true", "--calibrate.out", "my_cost.yaml"]
     run = run_command("calibrate", "--config", DEMO, *TINY, *options, cwd=tmp_path, timeout_s=280)

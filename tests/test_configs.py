@@ -40,6 +40,7 @@ def test_config_trains(config, tmp_path):
     assert "pad efficiency" in output  # the table at the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["token_budget_fsdp2"])
 def test_a_saved_config_repeats_the_run(name, tmp_path):
     _, rows = fit(REPOSITORY / "configs" / f"{name}.yaml", tmp_path, *SHORT)

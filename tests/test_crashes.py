@@ -1,8 +1,8 @@
 """A job that is killed at any moment and started again ends as if nothing had happened: no sample lost, none repeated.
 
 Each round runs a real training that is killed several times with SIGKILL, from inside a chosen phase or from outside,
-and continues from its newest readable checkpoint, on two ranks or on one or two in turn. ``--crash-rounds 200`` plays
-more rounds than CI does.
+and continues from its newest readable checkpoint, on two ranks or on one or two in turn. ``--crash-rounds 200`` with
+``-m "slow or not slow"`` plays more rounds than CI does.
 """
 
 from __future__ import annotations

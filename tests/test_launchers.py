@@ -290,6 +290,7 @@ def check_continues(folder: Path, whole: list[Record]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # six jobs one after the other, each with its own timeout
 def test_what_sigterm_leaves_continues_exactly(tmp_path: Path) -> None:
     place = {"strategy": "ddp", "num_ranks": 2}

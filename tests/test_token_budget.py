@@ -67,6 +67,7 @@ def assert_two_ranks_agree(results):
     assert [result[1:3] for result in results] == [([], True)] * 2
 
 
+@pytest.mark.slow
 def test_two_ranks_with_auto_give_bitwise_the_weights_of_two_with_the_number_under_fsdp2():
     assert_two_ranks_agree(run_ranks(auto_and_told, 2, "fsdp2"))
 
@@ -78,6 +79,7 @@ def auto_and_told_and_with_one_large_rank():
     return *equal, callback.max_tokens
 
 
+@pytest.mark.slow
 def test_two_ranks_with_auto_do_likewise_under_ddp_and_the_rank_with_the_least_memory_decides():
     results = run_ranks(auto_and_told_and_with_one_large_rank, 2)
     assert_two_ranks_agree(results)
@@ -96,16 +98,19 @@ class Watches(Callback):
         self.live.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_training_with_the_budget_found_stays_within_the_limit_and_uses_it():
     watches = Watches()
     train("auto", callbacks=[watches])
     assert 0.8 < watches.live.peak / (LIMIT_GIB * 0.9 * GIB) <= 1
 
 
+@pytest.mark.slow
 def test_the_same_budget_is_found_every_time():
     assert len({train("auto", max_epochs=1)[1].max_tokens for _ in range(3)}) == 1
 
 
+@pytest.mark.slow
 def test_twice_the_memory_holds_more_tokens():
     small, large = (
         train("auto", options={"memory_limit_gib": limit}, batch_size=24, max_epochs=1)[1].max_tokens
@@ -213,6 +218,7 @@ def test_a_resumed_run_keeps_the_budget_it_had(tmp_path, caplog):
     assert resumed.largest <= first.max_tokens
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_with_less_memory_looks_again(tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     _, before = train("auto", callbacks=[saver], enable_checkpointing=True)
