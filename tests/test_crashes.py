@@ -7,6 +7,7 @@ and continues from its newest readable checkpoint, on two ranks or on one or two
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -178,4 +179,10 @@ def test_a_server_leaves_no_rank_behind(tmp_path: Path) -> None:
         assert rank.poll() is None
         other = server.start(time.sleep, (600,), env={}, output=tmp_path / "output.txt", limit_s=600)
         assert other.kill() == -signal.SIGKILL
+        ended = server.start(os.getpid, (), env={}, output=tmp_path / "output.txt", limit_s=600)
+        while ended.poll() is None:
+            time.sleep(0.01)
+        assert ended.poll() == 0
+        assert Path(f"/proc/{ended.pid}").exists(), "its number may belong to another process when it is killed"
+        assert ended.kill() == 0
     assert not Path(f"/proc/{rank.pid}").exists()

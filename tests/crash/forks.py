@@ -96,7 +96,11 @@ class Rank:
 
 
 class _Children:
-    """The server's side."""
+    """The server's side.
+
+    A rank that ended is waited for only when it is killed: until then its number belongs to it and its group, so that
+    no signal reaches a process that got the number later.
+    """
 
     def __init__(self, *pipes: BinaryIO) -> None:
         self._pipes = pipes
@@ -114,29 +118,27 @@ class _Children:
         return pid
 
     def poll(self, pid: int) -> int | None:
-        self._reap(pid, os.WNOHANG)
-        return self._exit_codes[pid]
+        code = self._exit_codes[pid]
+        if code is not None:
+            return code
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def kill(self, pid: int) -> int | None:
-        # Also a group whose leader has ended may have members: DataLoader workers. The leader's number is not given
-        # to a new process as long as the group lives.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
         if self._exit_codes[pid] is None:
+            # The group may have members when its leader has ended: DataLoader workers. It may not have been made yet.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # it may not have made its group yet
-        self._reap(pid, 0)
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            self._exit_codes[pid] = os.waitstatus_to_exitcode(status)
         return self._exit_codes[pid]
 
     def kill_all(self) -> None:
         for pid in self._exit_codes:
             self.kill(pid)
-
-    def _reap(self, pid: int, options: int) -> None:
-        if self._exit_codes[pid] is None:
-            ended, status = os.waitpid(pid, options)
-            if ended:
-                self._exit_codes[pid] = os.waitstatus_to_exitcode(status)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], output: str, limit_s: float) -> None:
