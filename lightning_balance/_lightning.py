@@ -89,9 +89,8 @@ def set_epoch_length(trainer: Trainer, num_batches: int) -> None:
     if _is_timed(trainer):
         return
     if _is_validated_by_count(trainer):
-        trainer.val_check_batch = min(
-            trainer.val_check_interval, num_batches
-        )  # a shorter epoch is validated at its end
+        # A shorter epoch is validated at its end.
+        trainer.val_check_batch = min(trainer.val_check_interval, num_batches)
     elif isinstance(trainer.val_check_interval, float):
         trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
@@ -215,7 +214,7 @@ def validates_after(trainer: Trainer, num_batches: int, num_batches_in_all: int)
     Missing: a public form of the loop's rule. A trainer that validates by the clock does so at no given batch.
     """
     loop = trainer.fit_loop.epoch_loop
-    if trainer._val_check_time_interval is not None or not loop._should_check_val_epoch():  # type: ignore[attr-defined]
+    if _is_timed(trainer) or not loop._should_check_val_epoch():
         return False
     counted = num_batches_in_all if trainer.check_val_every_n_epoch is None else num_batches
     assert trainer.val_check_batch is not None  # only with a clock

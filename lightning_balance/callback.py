@@ -17,7 +17,7 @@ from lightning_balance.fitting import BalancedFit, Place
 from lightning_balance.probing.stopwatch import Stopwatch
 from lightning_balance.reporting import RunReport
 from lightning_balance.restart import checkpoint_state, loop_place
-from lightning_balance.settings import HasBalanceSettings
+from lightning_balance.settings import HasBalanceSettings, describe
 from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
@@ -150,7 +150,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         self._fit.continue_epoch(trainer.current_epoch)
         if self._fit.sampler.max_tokens is not None:
             self._control = BudgetControl(trainer, self._fit)
-        name = getattr(self.settings.loss_reduction, "__qualname__", self.settings.loss_reduction)
+        name = describe(self.settings.loss_reduction)
         rank_zero_info(
             f"BalanceCallback: loss_reduction={name!r}: gradients are those of the "
             + ("sum" if name == "sum" else "mean")

@@ -100,9 +100,9 @@ class EpochPlan:
         self.planning_seconds += time.perf_counter() - started
         return np.concatenate(counts)
 
-    @property
+    @cached_property
     def num_micro_batches(self) -> int:
-        """Micro-batches per rank in the epoch."""
+        """Micro-batches per rank in the epoch; asked for at every micro-batch."""
         return self.begin.num_micro_batches + int(self.num_slots_per_step.sum())
 
     @cached_property
