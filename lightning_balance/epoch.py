@@ -271,13 +271,14 @@ def plan_epoch(
         rules = rules.with_default_cap(samples_per_step, int(padded.max()))
     prepared = prepare_cost(cost, padded, max_count=len(lengths), max_tokens=rules.cap)
     whole = EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle)
-    order = RemainingOrder(whole, begin or EpochProgress(), left_out=skipped)
+    begin = begin or EpochProgress()
+    order = RemainingOrder(whole, begin, left_out=skipped)
     planner = WindowPlanner(
         lengths=lengths, padded=padded, cost=prepared, rules=rules, order=order, seed=seed, epoch=epoch
     )
     step_size = None if in_tokens else samples_per_step
     schedule = _schedule(planner, step_size, lookahead, drop_last)
-    if schedule.is_empty and begin is not None:
+    if schedule.is_empty and begin != EpochProgress():
         schedule = _schedule(planner, step_size, lookahead, drop_last=False)
     elif schedule.is_empty:
         raise ValueError(
@@ -307,7 +308,7 @@ def plan_epoch(
         fingerprint=fingerprint,
         lookahead=lookahead,
         skipped=skipped,
-        begin=begin or EpochProgress(),
+        begin=begin,
     )
 
 
