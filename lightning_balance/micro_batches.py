@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_balance.cost import CostFunction, prepare_cost
 from lightning_balance.epoch import EpochPlan
+from lightning_balance.partition.shapes import round_up_to_multiple
 from lightning_balance.plan import StepPlan
 
 __all__ = ["MicroBatches", "batches_of", "micro_batches_of"]
@@ -158,7 +159,7 @@ def batches_of(
     per_rank, num_ranks = served.shape
     starts = np.arange(0, per_rank, batch_size)
     num_run = np.broadcast_to(np.diff(starts, append=per_rank)[:, None], (len(starts), num_ranks))
-    padded = -(-np.maximum.reduceat(served, starts) // pad_to_multiple_of) * pad_to_multiple_of
+    padded = round_up_to_multiple(np.maximum.reduceat(served, starts), pad_to_multiple_of)
     num_slots_per_step = np.diff(np.arange(0, len(starts), num_slots), append=len(starts))
     return MicroBatches(
         counts=num_run - np.add.reduceat(is_copy, starts, dtype=np.int64),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_balance.partition.shapes import choose_shapes, round_up_to
+from lightning_balance.partition.shapes import choose_shapes, round_up_to, round_up_to_multiple
 from lightning_balance.validation import check_choice, check_positive_int
 
 SYNCS = ("micro_batch", "step")
@@ -71,7 +71,7 @@ class StepRules:
             return round_up_to(lengths, self.shapes)
         if self.pad_to_multiple_of == 1:
             return lengths
-        return -(-lengths // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return round_up_to_multiple(lengths, self.pad_to_multiple_of)
 
     def sort_out_oversize(
         self, lengths: NDArray[np.int64], padded: NDArray[np.int64]

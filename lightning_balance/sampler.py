@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 from lightning_balance._reinstantiation import note_arguments
 from lightning_balance.cost import CostFunction
 from lightning_balance.epoch import EpochPlan, plan_epoch
+from lightning_balance.partition.shapes import round_up_to_multiple
 from lightning_balance.progress import EpochProgress
 from lightning_balance.settings import Oversize, StepUnit, describe
 from lightning_balance.validation import check_positive_int, validate_lengths
@@ -151,9 +152,8 @@ class BalancedBatchSampler(BatchSampler):
     @property
     def smallest_max_tokens(self) -> int:
         """The smallest budget that :meth:`set_max_tokens` can take, as far as single samples decide it."""
-        multiple: int = self._options["pad_to_multiple_of"]
         needed = {"single": 1, "error": int(self.lengths.max()), "skip": int(self.lengths.min())}
-        return -(-needed[self._options["oversize"]] // multiple) * multiple
+        return round_up_to_multiple(needed[self._options["oversize"]], self._options["pad_to_multiple_of"])
 
     @cached_property
     def lengths_fingerprint(self) -> str:
@@ -205,8 +205,7 @@ class BalancedBatchSampler(BatchSampler):
         return self._plan_from(epoch, begin)
 
     def _plan_from(self, epoch: int, begin: EpochProgress) -> EpochPlan:
-        is_whole = begin == EpochProgress()
-        return plan_epoch(self.lengths, epoch=epoch, **self._options, begin=None if is_whole else begin)
+        return plan_epoch(self.lengths, epoch=epoch, **self._options, begin=begin)
 
     def set_max_tokens(self, max_tokens: int, position: int | None = None) -> None:
         """Plan later epochs, and what is left of the current one after some micro-batches, under another budget.

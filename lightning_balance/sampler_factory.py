@@ -21,6 +21,7 @@ from lightning_balance.calibration.search import BudgetSearch
 from lightning_balance.cost import CostFunction, CostModel
 from lightning_balance.lengths import is_scan_needed, resolve_lengths
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
+from lightning_balance.partition.shapes import round_up_to_multiple
 from lightning_balance.probing.budget import BudgetFinder
 from lightning_balance.probing.micro_batches import MicroBatches
 from lightning_balance.sampler import BalancedBatchSampler
@@ -186,8 +187,7 @@ class SamplerFactory:
 
     def micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         """Makes single micro-batches of a loader's data. A collective call; errors are raised on every rank."""
-        lengths, multiple = self.find_lengths(loader), self.settings.pad_to_multiple_of
-        return MicroBatches(loader, -(-lengths // multiple) * multiple)
+        return MicroBatches(loader, round_up_to_multiple(self.find_lengths(loader), self.settings.pad_to_multiple_of))
 
     def renew_cost(self) -> bool:
         """Fit the cost to the times of all ranks, with ``cost="auto"``; True if it changed. A collective call."""

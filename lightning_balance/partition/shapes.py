@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
+
+Lengths = TypeVar("Lengths", int, NDArray[np.int64])
 
 # More candidates than this are thinned out to quantiles: the programme below is quadratic in them.
 _MOST_CANDIDATES = 512
@@ -17,7 +21,7 @@ def choose_shapes(lengths: NDArray[np.int64], max_shapes: int, pad_to_multiple_o
     >>> choose_shapes(np.array([1, 2, 9, 10]), max_shapes=2, pad_to_multiple_of=1)
     array([ 2, 10])
     """
-    candidates, counts = np.unique(-(-lengths // pad_to_multiple_of) * pad_to_multiple_of, return_counts=True)
+    candidates, counts = np.unique(round_up_to_multiple(lengths, pad_to_multiple_of), return_counts=True)
     candidates, counts = _thin_out(candidates, counts)
     if len(candidates) <= max_shapes:
         return candidates
@@ -33,6 +37,15 @@ def choose_shapes(lengths: NDArray[np.int64], max_shapes: int, pad_to_multiple_o
         choices.append(table.argmin(axis=0))
         best = table.min(axis=0)
     return candidates[_trace(choices, num - 1)]
+
+
+def round_up_to_multiple(lengths: Lengths, multiple: int) -> Lengths:
+    """Return lengths rounded up to a multiple, as collate functions pad.
+
+    >>> round_up_to_multiple(np.array([1, 8, 9]), 8), round_up_to_multiple(9, 8)
+    (array([ 8,  8, 16]), 16)
+    """
+    return -(-lengths // multiple) * multiple
 
 
 def round_up_to(lengths: NDArray[np.int64], shapes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_balance.partition.shapes import round_up_to_multiple
 from lightning_balance.what_if.options import PlanOptions
 
 __all__ = ["Kind", "Method", "base_budget", "budgets_to_try", "methods_to_compare"]
@@ -116,4 +117,4 @@ def _sweep(smallest: int, base: int, largest: int, factor: int) -> list[int]:
 
 
 def _longest(lengths: NDArray[np.int64], options: PlanOptions) -> int:
-    return math.ceil(int(lengths.max()) / options.pad_to_multiple_of) * options.pad_to_multiple_of
+    return round_up_to_multiple(int(lengths.max()), options.pad_to_multiple_of)
