@@ -18,6 +18,7 @@ from lightning_balance.agreement import gather_objects
 from lightning_balance.cli import main
 from lightning_balance.control import REQUEST_FILE, RUN_FILE, RunDescription, request_max_tokens, take_request
 from tests.distributed import run_ranks
+from tests.stopping import StopAtStep
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
 DATA = equal_samples(np.random.default_rng(7).integers(1, 12, 24).tolist())
@@ -221,21 +222,11 @@ def test_the_change_is_logged_and_the_run_says_what_it_has(tmp_path: Path) -> No
     assert {budget for step, budget in asks.budgets if step > 2} == {60}
 
 
-class SaveAndStop(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
 @pytest.mark.parametrize("stop", [4, 6, 8])
 def test_the_change_survives_a_restart_unless_the_option_was_changed(stop: int, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     whole, _, _ = train({})
-    stopped, _, _ = train({2: 12}, SaveAndStop(stop, path))
+    stopped, _, _ = train({2: 12}, StopAtStep(stop, path))
     for option, budget in ((26, 12), (40, 40)):
         resumed, asks, used = train({}, checkpoint=path, options={"max_tokens": option})
         assert {given for _, given in asks.budgets} == {budget}

@@ -21,7 +21,7 @@ from lightning_balance import BalanceCallback, BalancedBatchSampler, BalancedDat
 from lightning_balance.agreement import gather_objects
 from lightning_balance.epoch import EpochPlan
 from tests.distributed import run_ranks
-from tests.test_resume import StopAfter
+from tests.stopping import StopAfter, StopAtStep
 from tests.test_resume import gather as weight_of
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
@@ -194,18 +194,6 @@ def test_an_epoch_that_is_over_is_over_under_any_options() -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 DATA = equal_samples(np.random.default_rng(7).integers(1, 12, 24).tolist())
-
-
-class StopAtStep(Callback):
-    """Saves and stops after so many optimizer steps of the whole run."""
-
-    def __init__(self, num_steps: int, path: Path) -> None:
-        self.num_steps, self.path = num_steps, path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.num_steps:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
 
 
 @dataclass

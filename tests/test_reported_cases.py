@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 import lightning_balance
 from lightning_balance import BalanceCallback, BalancedBatchSampler
 from tests.distributed import run_ranks
-from tests.test_resume import StopAfter
+from tests.stopping import StopAfter
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]

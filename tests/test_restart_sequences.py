@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_balance import BalanceCallback
+from tests.stopping import SavesAndRaises, StopError
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
 NUM_EPOCHS = 3
@@ -63,26 +64,8 @@ class Counts(Callback):
             self.open = []
 
 
-class CrashError(RuntimeError):
-    pass
-
-
-class CrashesIn(Callback):
-    """Saves and dies in the n-th call of a hook."""
-
-    def __init__(self, hook: str, num_calls: int, path: Path) -> None:
-        self.num_left, self.path = num_calls, path
-        setattr(self, hook, self.crash)
-
-    def crash(self, trainer: Any, *_: Any) -> None:
-        self.num_left -= 1
-        if self.num_left == 0:
-            trainer.save_checkpoint(self.path)
-            raise CrashError
-
-
 def run(
-    num_samples: int, options: dict[str, Any], crash: CrashesIn | None, checkpoint: Path | None, is_first: bool
+    num_samples: int, options: dict[str, Any], crash: SavesAndRaises | None, checkpoint: Path | None, is_first: bool
 ) -> Counting | None:
     """Run on; None where it crashed."""
     lengths = np.random.default_rng(num_samples).integers(1, 12, num_samples).tolist()
@@ -100,7 +83,7 @@ def run(
     )
     try:
         used.fit(model, loader(data, options["batch_size"], shuffle=True), loader(data, 12), ckpt_path=checkpoint)
-    except CrashError:
+    except StopError:
         return None
     return model
 
@@ -119,7 +102,7 @@ def go_on_until_the_end(
                 "val_check_interval": rng.choice([1.0, 0.5]),
             }
         path = folder / f"{attempt}.ckpt"
-        crash = CrashesIn(rng.choice(HOOKS), rng.choice([1, 2, 3, 4, 5, 6, 8]), path) if attempt < 11 else None
+        crash = SavesAndRaises(rng.choice(HOOKS), path, rng.choice([1, 2, 3, 4, 5, 6, 8])) if attempt < 11 else None
         model = run(num_samples, options, crash, checkpoint, rng.random() < 0.5)
         if model is not None:
             return model

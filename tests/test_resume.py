@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 
 from lightning_balance import BalanceCallback
 from tests.distributed import run_ranks
+from tests.stopping import SavesAndRaises, StopAfter, StopError
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
 DATA = equal_samples([1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3])
@@ -21,19 +22,6 @@ MODES: dict[str, dict[str, Any]] = {
     "filled to the budget": {"max_tokens": 20, "step_unit": "tokens"},
     "lookahead": {"lookahead": 2},
 }
-
-
-class StopAfter(Callback):
-    """Saves and stops after so many micro-batches of the run."""
-
-    def __init__(self, num_batches: int, path: Path) -> None:
-        self.num_batches = num_batches
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.num_batches:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
 
 
 class AsksForSteps(ScalarModel):
@@ -253,24 +241,6 @@ def test_a_checkpoint_inside_the_last_micro_batch_keeps_the_last_step(mode: str,
     assert resumed.weight == pytest.approx(whole.weight)
 
 
-class StopError(RuntimeError):
-    pass
-
-
-class SavesAndStops(Callback):
-    """Saves and raises in a hook, at its n-th call."""
-
-    def __init__(self, hook: str, path: Path, num_calls: int = 1) -> None:
-        self.path, self.num_left = path, num_calls
-        setattr(self, hook, self.stop)
-
-    def stop(self, trainer: Any, *_: Any) -> None:
-        self.num_left -= 1
-        if self.num_left == 0:
-            trainer.save_checkpoint(self.path)
-            raise StopError
-
-
 class Validated(ScalarModel):
     """Notes after how many batches of all epochs each validation ended; its loader may fail once."""
 
@@ -302,12 +272,12 @@ def validate(*callbacks: Callback, checkpoint: Path | None = None, fails: bool =
 def test_a_validation_that_is_due_is_not_lost_by_two_restarts(hook: str, second: str, tmp_path: Path) -> None:
     first_path, second_path = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     whole = validate()
-    validate(SavesAndStops(hook, first_path, 6 if hook == "on_train_batch_end" else 1))
+    validate(SavesAndRaises(hook, first_path, 6 if hook == "on_train_batch_end" else 1))
     if second == "loader":
         saver = OnExceptionCheckpoint(tmp_path, filename="second")
         validate(saver, checkpoint=first_path, fails=True, enable_checkpointing=True)
     else:
-        validate(SavesAndStops(second, second_path), checkpoint=first_path)
+        validate(SavesAndRaises(second, second_path), checkpoint=first_path)
     assert validate(checkpoint=second_path).after == whole.after == [5, 11]
 
 
@@ -315,8 +285,8 @@ def test_a_validation_that_ended_inside_a_window_is_not_repeated_by_two_restarts
     arguments = {"accumulate_grad_batches": 3, "val_check_interval": 1, "max_epochs": 1}
     first_path, second_path = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     whole = validate(**arguments)
-    first = validate(SavesAndStops("on_before_backward", first_path, 5), **arguments)
-    second = validate(SavesAndStops("on_before_backward", second_path), checkpoint=first_path, **arguments)
+    first = validate(SavesAndRaises("on_before_backward", first_path, 5), **arguments)
+    second = validate(SavesAndRaises("on_before_backward", second_path), checkpoint=first_path, **arguments)
     third = validate(checkpoint=second_path, **arguments)
     assert first.after + second.after + third.after == whole.after == [0, 1, 2, 3, 4, 5]
 

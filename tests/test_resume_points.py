@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.loggers import Logger
 
 from lightning_balance import BalanceCallback
+from tests.stopping import StopError
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
 DATA = equal_samples([1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3])
@@ -149,10 +150,6 @@ class SavesIn(Callback):
 def point_of(trainer: Any, path: Path, hook: str) -> Point:
     done = trainer.lightning_module.done
     return Point(hook, path, trainer.global_step, len(done.validations), len(done.epochs))
-
-
-class StopError(RuntimeError):
-    """Ends a run from inside."""
 
 
 def run(
