@@ -36,14 +36,18 @@ GRACE_S = 10.0
 STACK_DUMP_S = 0.5
 POLL_S = 0.02
 STDERR_TAIL_CHARS = 4000
+STACKS_TAIL_CHARS = 20_000
+"""After a timeout: the stacks of a rank and of its DataLoader workers, which may be the ones that hang."""
 
 
 class RanksError(RuntimeError):
     """Some rank failed or was killed. `exit_codes` and `outputs` (stdout and stderr together) have one entry a rank."""
 
+    tail_chars = STDERR_TAIL_CHARS
+
     def __init__(self, headline: str, exit_codes: list[int], outputs: list[str]) -> None:
         tails = "\n".join(
-            f"--- rank {rank} (exit code {code}) ---\n{output[-STDERR_TAIL_CHARS:].strip() or '(no output)'}"
+            f"--- rank {rank} (exit code {code}) ---\n{output[-self.tail_chars :].strip() or '(no output)'}"
             for rank, (code, output) in enumerate(zip(exit_codes, outputs, strict=True))
         )
         super().__init__(f"{headline}\n{tails}")
@@ -52,7 +56,9 @@ class RanksError(RuntimeError):
 
 
 class RanksTimeoutError(RanksError):
-    """Some rank was still running after the timeout; its output ends with the stack it was killed in."""
+    """Some rank was still running after the timeout; its output ends with the stacks that it and its workers had."""
+
+    tail_chars = STACKS_TAIL_CHARS
 
 
 def run_ranks(
@@ -159,9 +165,9 @@ def _wait(ranks: list["subprocess.Popen[bytes]"], deadline: float) -> bool:
 
 
 def _dump_stacks(ranks: list["subprocess.Popen[bytes]"]) -> None:
-    running = [rank for rank in ranks if rank.poll() is None]
-    for rank in running:
-        rank.send_signal(signal.SIGUSR1)
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, signal.SIGUSR1)  # forked workers have inherited the handler
     time.sleep(STACK_DUMP_S)
 
 

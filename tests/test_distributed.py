@@ -33,6 +33,18 @@ def raise_on_rank_1():
     dist.all_reduce(torch.zeros(1))
 
 
+class HangingDataset(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        time.sleep(600)
+
+
+def wait_for_a_worker_that_hangs():
+    next(iter(torch.utils.data.DataLoader(HangingDataset(), num_workers=1)))
+
+
 def leave_a_child(path):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(path).write_text(str(child.pid))
@@ -69,6 +81,11 @@ def test_a_rank_that_hangs_in_a_collective_is_killed_at_the_timeout():
     assert time.monotonic() - start < 15
     assert error.value.exit_codes == [-9, -9]
     assert "all_reduce" in error.value.outputs[0]  # the stack it was killed in
+
+
+def test_the_stacks_of_a_rank_tell_where_its_workers_hang():
+    with pytest.raises(RanksTimeoutError, match=r"line \d+ in __getitem__"):
+        run_ranks(wait_for_a_worker_that_hangs, 1, timeout_s=8)
 
 
 def test_a_rank_that_raises_is_reported_and_the_others_are_not_waited_for():
