@@ -165,10 +165,17 @@ def _wait(ranks: list["subprocess.Popen[bytes]"], deadline: float) -> bool:
 
 
 def _dump_stacks(ranks: list["subprocess.Popen[bytes]"]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            os.killpg(rank.pid, signal.SIGUSR1)  # forked workers have inherited the handler
-    time.sleep(STACK_DUMP_S)
+    """Ask each rank, and each of its forked workers, which have the handler too; in turn, as they share a file."""
+    running = [rank.pid for rank in ranks if rank.poll() is None]
+    for pid in [*running, *(worker for pid in running for worker in _children(pid))]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(STACK_DUMP_S)
+
+
+def _children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")  # none where the system does not tell
+    return [int(child) for child in children.read_text().split()] if children.exists() else []
 
 
 def _kill_group(rank: "subprocess.Popen[bytes]") -> None:

@@ -121,7 +121,7 @@ def train(
     place: tuple[str, int] = ("single", 1),
     ask: Callable[..., None] | None = None,
     checkpoint: Path | None = None,
-    num_workers: int = 0,
+    workers: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> tuple[ScalarModel, Asks, Any]:
     options = {"max_tokens": 26, "samples_per_step": 4, "seed": 3, **(options or {})}
@@ -129,7 +129,7 @@ def train(
     model, asks = ScalarModel(lr=0.01), Asks(balance, at_steps, ask)
     arguments = {"max_epochs": 2, **arguments}
     used = trainer(*place, callbacks=[balance, asks, *callbacks], **arguments)
-    train_loader = loader(DATA, 2, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
+    train_loader = loader(DATA, 2, shuffle=True, **(workers or {}))
     used.fit(model, train_loader, loader(DATA, 12), ckpt_path=checkpoint)
     return model, asks, used
 
@@ -139,16 +139,16 @@ def samples_of(model: ScalarModel, epoch: int) -> list[int]:
     return sorted(sample for batch, of_epoch in batches if of_epoch == epoch for sample in batch)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}], ids=["0", "2"])
 @pytest.mark.parametrize(
     "at_steps", [{0: 12}, {2: 12}, {1: 60, 3: 12, 4: 30}, {5: 60}, {5: 12, 6: 60}, {11: 12}], ids=str
 )
-def test_a_budget_changes_after_the_step(at_steps: dict[int, int], num_workers: int) -> None:
+def test_a_budget_changes_after_the_step(at_steps: dict[int, int], workers: dict[str, Any]) -> None:
     whole, _, _ = train({})
     expected = [26] * 12
     for step, budget in at_steps.items():
         expected[step + 1 :] = [budget] * (11 - step)
-    model, asks, used = train(dict(at_steps), num_workers=num_workers)
+    model, asks, used = train(dict(at_steps), workers=workers)
     assert dict(asks.budgets) == dict(enumerate(expected))
     assert all(size <= expected[step] for (step, _), size in zip(asks.budgets, asks.largest, strict=True))
     assert [samples_of(model, epoch) for epoch in (0, 1)] == [list(range(24))] * 2
@@ -244,8 +244,11 @@ def train_ranks(strategy: str, folder: Path) -> list[Any]:
         if trainer.is_global_zero:
             main(["set-max-tokens", str(asked), "--run", log_dir])
 
+    # A fork of a process with the threads of a process group may hang in a lock that one of them held (documented at
+    # torch's DistributedDataParallel): this happened once here.
+    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver"}
     model, asks, used = train(
-        {1: 12}, place=(strategy, 2), ask=ask, logger=CSVLogger(folder), log_every_n_steps=4, num_workers=1
+        {1: 12}, place=(strategy, 2), ask=ask, logger=CSVLogger(folder), log_every_n_steps=4, workers=workers
     )
     return gather_objects((model.served, model.epochs, asks.budgets, model.gradients, used.global_step))
 
