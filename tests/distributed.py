@@ -167,7 +167,7 @@ def _wait(ranks: list["subprocess.Popen[bytes]"], deadline: float) -> bool:
 def _dump_stacks(ranks: list["subprocess.Popen[bytes]"]) -> None:
     """Ask each rank, and each of its forked workers, which have the handler too; in turn, as they share a file."""
     running = [rank.pid for rank in ranks if rank.poll() is None]
-    for pid in [*running, *(worker for pid in running for worker in _children(pid))]:
+    for pid in [*running, *(worker for rank in running for worker in _children(rank))]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         time.sleep(STACK_DUMP_S)

@@ -153,7 +153,7 @@ BAD_LENGTHS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("lengths", "expected"), BAD_LENGTHS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("lengths", "expected"), BAD_LENGTHS)
 def test_bad_lengths_are_named_with_their_value(lengths: Any, expected: str) -> None:
     data = equal_samples([1, 2, 3, 4])
     message = message_of(lambda: fit(loader(data, 2), options={"lengths": lengths}))

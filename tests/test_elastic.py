@@ -141,7 +141,7 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.permutations(SAMPLERS, 2))
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SAMPLERS, 2)))
 def test_a_state_goes_on_under_other_options(before: dict[str, Any], after: dict[str, Any]) -> None:
     lengths = np.random.default_rng(3).integers(1, 30, 47)
     running = BalancedBatchSampler(lengths, rank=0, **before)

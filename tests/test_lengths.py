@@ -447,7 +447,6 @@ class Graph:
         (Graph(lambda: 7), 7),
         (Graph(torch.tensor(7)), 7),
     ],
-    ids=repr,
 )
 def test_the_length_of_a_sample(sample: Any, length: int) -> None:
     assert sample_length(sample) == length
