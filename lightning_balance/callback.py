@@ -12,18 +12,21 @@ from torch.optim import Optimizer
 from lightning_balance import _lightning
 from lightning_balance.agreement import on_every_rank
 from lightning_balance.budget_control import BudgetControl
-from lightning_balance.checks import check_trainer
+from lightning_balance.checks import check_evaluation, check_trainer
+from lightning_balance.evaluation.run import BalancedEvaluation
 from lightning_balance.fitting import BalancedFit, Place
 from lightning_balance.probing.stopwatch import Stopwatch
 from lightning_balance.reporting import RunReport
 from lightning_balance.restart import checkpoint_state, loop_place
-from lightning_balance.settings import HasBalanceSettings, describe
+from lightning_balance.settings import HasBalanceSettings, Stage, describe
 from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
 CHECKPOINT_KEY = "lightning_balance"
 OF_A_RUN = {"_fit", "_weights", "_report", "_place", "_batch", "_control", "_stopwatch", "_is_first_batch"}
 """Attributes of the callback that belong to one ``fit``; their defaults stand in the class."""
+OF_A_PROCESS = OF_A_RUN | {"_evaluation"}
+"""Attributes that hold something of a trainer's run, whatever it runs."""
 
 
 class BalanceCallback(HasBalanceSettings, Callback):
@@ -67,6 +70,11 @@ class BalanceCallback(HasBalanceSettings, Callback):
         memory_fraction: for ``max_tokens="auto"``: the share of the memory that may be used.
         memory_limit_gib: for ``max_tokens="auto"``: memory of a rank in GiB; needed on the CPU, where tensors are
             counted.
+        stages: what is balanced: some of ``"fit"``, ``"validate"`` (also during ``fit``), ``"test"`` and ``"predict"``.
+            Loaders of other stages stay the user's own objects. Evaluation loaders are cut over the whole data set,
+            sorted by length: every sample once over all ranks, metrics and logged means exact, see docs/evaluation.md.
+        eval_max_tokens: token budget of validate, test and predict, where no gradients need memory; default
+            ``max_tokens``, or without a number there, ``batch_size`` times the longest length.
         print_summary: print a table at the end of ``fit``.
 
     Raises:
@@ -89,19 +97,22 @@ class BalanceCallback(HasBalanceSettings, Callback):
     _control: BudgetControl | None = None
     _stopwatch: Stopwatch | None = None
     _is_first_batch = True
+    _evaluation: BalancedEvaluation | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing of a run: a launcher pickles a trainer's callbacks before its run, whatever they ran in before."""
-        return {name: value for name, value in self.__dict__.items() if name not in OF_A_RUN}
+        return {name: value for name, value in self.__dict__.items() if name not in OF_A_PROCESS}
 
     # ------------------------------------------------------------------ before training
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check trainer and module, and put the plan between the user's loader and the loop."""
-        if stage != "fit":
-            return
-        self._forget()
+        """Check trainer and module, and put the plan between the user's loaders and the loops."""
+        if stage == "fit":
+            self._forget()
         _lightning.put_first(trainer, self)  # others then see corrected gradients and the epoch's real length
+        self._set_up_evaluation(trainer, pl_module, stage)
+        if stage != "fit" or "fit" not in self.settings.stages:
+            return
         if self.only_for not in (None, _lightning.train_datamodule(trainer)):
             return
         on_every_rank(lambda: self._check(trainer, pl_module))
@@ -115,11 +126,30 @@ class BalanceCallback(HasBalanceSettings, Callback):
         _lightning.intercept_train_dataloader(trainer, fit.balance)
         _lightning.accept_short_epochs(trainer)
 
+    def _set_up_evaluation(self, trainer: Trainer, module: LightningModule, during: str) -> None:
+        self._evaluation = None
+        stage: Stage = "validate" if during == "fit" else during  # type: ignore[assignment]  # Lightning's own names
+        if stage not in self.settings.stages:
+            return
+        evaluation = BalancedEvaluation(trainer, self.settings, stage, during=during, own=self)
+        if self.only_for not in (None, evaluation.source):
+            return
+        on_every_rank(lambda: self._check_evaluation(trainer, module, stage))
+        self._evaluation = evaluation
+        evaluation.attach()
+
+    def _check_evaluation(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
+        self._check_is_alone(trainer)
+        check_evaluation(trainer, module, stage)
+
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        self._check_is_alone(trainer)
+        check_trainer(trainer, module)
+
+    def _check_is_alone(self, trainer: Trainer) -> None:
         num_callbacks = sum(isinstance(callback, BalanceCallback) for callback in _lightning.callbacks(trainer))
         if num_callbacks > 1:
             raise ValueError(f"the trainer has {num_callbacks} BalanceCallbacks, which would weight twice: keep one")
-        check_trainer(trainer, module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Strategy, module and optimizers are set up now, so that micro-batches can be tried."""
@@ -247,6 +277,61 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._report is not None:
             self._report.monitor.resume()
 
+    # ------------------------------------------------------------------ validate, test, predict
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count what the loaders serve."""
+        if self._evaluation is not None:
+            self._evaluation.restart_figures()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Let logged means weigh the micro-batch by its samples."""
+        if self._evaluation is not None:
+            self._evaluation.begin_batch(batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the loaders served."""
+        if self._evaluation is not None and not trainer.barebones:
+            self._evaluation.log_figures(pl_module)
+
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_start = on_validation_batch_start
+    on_test_epoch_end = on_validation_epoch_end
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count what the loaders serve."""
+        if self._evaluation is not None:
+            self._evaluation.restart_figures()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the results into the data set's order; prediction writers have had them by micro-batch."""
+        if self._evaluation is None:
+            return
+        self._evaluation.say_figures()
+        if trainer.predict_loop.return_predictions:
+            self._evaluation.put_in_order(trainer.predict_loop.predictions)
+
+    def gather_predictions(self, predictions: list[Any]) -> list[Any]:
+        """The results of all ranks in the data set's order, on every rank, after ``trainer.predict``.
+
+        A collective call: every rank calls it with what ``trainer.predict`` returned there. On one process it is what
+        was returned.
+
+        Args:
+            predictions: one output per sample of this rank; with several loaders a list of them for each.
+
+        Raises:
+            ValueError: the callback has balanced no predict run, or ``predictions`` has not one output per sample.
+        """
+        if self._evaluation is None or predictions is None:
+            raise ValueError(
+                "gather_predictions takes what trainer.predict returned in a run that was balanced: add 'predict' to"
+                " BalanceCallback(stages=...), and let predict return its predictions"
+            )
+        return self._evaluation.gather(predictions)
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""
         if self._report is not None:
@@ -329,6 +414,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Give the trainer back as it was; a checkpoint saved by hand after ``fit`` still says where it stands."""
         if stage == "fit":
             self._release(trainer)
+        elif self._evaluation is not None:
+            self._evaluation.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the trainer back as it was; the place in the run stays known to callbacks that save it now."""
@@ -338,6 +425,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._control is not None:
             self._control.close()
             self._control = None
+        if self._evaluation is not None:
+            self._evaluation.release()
         _lightning.release_train_dataloader(trainer)
         if self._fit is not None:
             self._fit.close()

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_balance import _lightning
+from lightning_balance.settings import Stage
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
@@ -56,6 +57,24 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         raise ValueError(
             f"BalanceCallback needs to know each micro-batch, but {module_name}.training_step(dataloader_iter) fetches"
             " its own: use training_step(batch, batch_idx)"
+        )
+
+
+def check_evaluation(trainer: Trainer, module: LightningModule, stage: Stage) -> None:
+    """Refuse what would make a balanced validation, test or predict run wrong.
+
+    Raises:
+        ValueError: the trainer or the module uses something that balancing does not support; the sentence names it and
+            the way out.
+    """
+    way_out = f"take {stage!r} out of BalanceCallback(stages=...)"
+    if isinstance(trainer.strategy, XLAStrategy):
+        raise ValueError(f"BalanceCallback does not support XLAStrategy, which wraps loaders by itself: {way_out}")
+    step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
+    if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+        raise ValueError(
+            f"BalanceCallback needs to know each micro-batch, but {type(module).__name__}.{step}(dataloader_iter)"
+            f" fetches its own: use {step}(batch, batch_idx), or {way_out}"
         )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_balance.evaluation.sampler import EvaluationBatchSampler
 from lightning_balance.sampler import BalancedBatchSampler
 
 
@@ -29,8 +30,8 @@ class LoaderOrder:
     drop_last: bool
 
 
-def check_loader(loader: object) -> DataLoader[Any]:
-    """Return ``loader`` when it can be balanced.
+def check_loader(loader: object, kind: str = "training") -> DataLoader[Any]:
+    """Return ``loader`` when it can be balanced; ``kind`` says in errors what it is for.
 
     Raises:
         TypeError: it is not one map-style ``torch.utils.data.DataLoader``; the sentence says which and what to do.
@@ -43,11 +44,13 @@ def check_loader(loader: object) -> DataLoader[Any]:
 train_dataloader (torch.utils.data.ConcatDataset joins data sets), or remove the callback
     """
     if not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"BalanceCallback balances one training DataLoader, got a {type(loader).__name__}: return a single"
-            f" DataLoader"
-            " from train_dataloader (torch.utils.data.ConcatDataset joins data sets), or remove the callback"
+        way_out = (
+            "return a single DataLoader from train_dataloader (torch.utils.data.ConcatDataset joins data sets), or"
+            " remove the callback"
         )
+        if kind != "training":
+            way_out = "make it a DataLoader, or take the stage out of BalanceCallback(stages=...)"
+        raise TypeError(f"BalanceCallback balances one {kind} DataLoader, got a {type(loader).__name__}: {way_out}")
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             f"BalanceCallback cannot balance the IterableDataset {type(loader.dataset).__name__}: it has no lengths to"
@@ -56,8 +59,8 @@ train_dataloader (torch.utils.data.ConcatDataset joins data sets), or remove the
     return loader
 
 
-def read_order(loader: DataLoader[Any]) -> LoaderOrder:
-    """Batch size, shuffle and drop_last of a plain loader.
+def read_order(loader: DataLoader[Any], kind: str = "training") -> LoaderOrder:
+    """Batch size, shuffle and drop_last of a plain loader; ``kind`` says in errors what it is for.
 
     Raises:
         TypeError: the loader draws its samples by a custom sampler or batch sampler, which balancing would override.
@@ -70,23 +73,23 @@ def read_order(loader: DataLoader[Any]) -> LoaderOrder:
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
         raise ValueError(
-            "the training DataLoader has batch_size=None, so it makes no batches that could be balanced: give it a"
+            f"the {kind} DataLoader has batch_size=None, so it makes no batches that could be balanced: give it a"
             " batch_size"
         )
     if type(batch_sampler) is not BatchSampler:
         raise TypeError(
-            f"the training DataLoader has the batch sampler {_name(batch_sampler)}, whose choice of samples"
+            f"the {kind} DataLoader has the batch sampler {_name(batch_sampler)}, whose choice of samples"
             " BalanceCallback would override: give the DataLoader batch_size and shuffle instead, or remove the"
             " callback"
         )
     return LoaderOrder(
         batch_size=batch_sampler.batch_size,
-        shuffle=_is_shuffled(batch_sampler.sampler, len(loader.dataset)),  # type: ignore[arg-type]  # torch declares no length
+        shuffle=_is_shuffled(batch_sampler.sampler, len(loader.dataset), kind),  # type: ignore[arg-type]  # torch declares no length
         drop_last=batch_sampler.drop_last,
     )
 
 
-def _is_shuffled(sampler: object, num_samples: int) -> bool:
+def _is_shuffled(sampler: object, num_samples: int, kind: str) -> bool:
     if type(sampler) is SequentialSampler and len(sampler) == num_samples:
         return False
     if type(sampler) is DistributedSampler and len(sampler.dataset) == num_samples:  # type: ignore[arg-type]
@@ -95,13 +98,12 @@ def _is_shuffled(sampler: object, num_samples: int) -> bool:
         if not sampler.replacement and sampler.num_samples == num_samples:
             return True
         raise TypeError(
-            f"the training DataLoader has RandomSampler(replacement={sampler.replacement},"
+            f"the {kind} DataLoader has RandomSampler(replacement={sampler.replacement},"
             f" num_samples={sampler.num_samples}), which does not draw every sample once as BalanceCallback does:"
             " use shuffle=True, or remove the callback"
         )
     raise TypeError(
-        f"the training DataLoader has the sampler {_name(sampler)}, whose choice of samples BalanceCallback"
-        f" would"
+        f"the {kind} DataLoader has the sampler {_name(sampler)}, whose choice of samples BalanceCallback would"
         " override: use shuffle=True or False (torch.utils.data.Subset selects samples), or remove the callback"
     )
 
@@ -113,7 +115,9 @@ def _name(sampler: object) -> str:
     return f"{kind.__module__}.{kind.__name__}" if is_unlike else kind.__name__
 
 
-def with_batch_sampler(loader: DataLoader[Any], batch_sampler: BalancedBatchSampler) -> DataLoader[Any]:
+def with_batch_sampler(
+    loader: DataLoader[Any], batch_sampler: BalancedBatchSampler | EvaluationBatchSampler
+) -> DataLoader[Any]:
     """A copy of ``loader`` that takes its batches from ``batch_sampler``; every other attribute is the user's own.
 
     A shallow copy keeps subclasses, their attributes and everything set after construction, and needs no assumption

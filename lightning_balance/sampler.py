@@ -157,8 +157,8 @@ class BalancedBatchSampler(BatchSampler):
 
     @cached_property
     def lengths_fingerprint(self) -> str:
-        """16 hexadecimal digits that tell these lengths from others; taken once, as every checkpoint asks for them."""
-        return hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
+        """:func:`fingerprint_of` the lengths; taken once, as every checkpoint asks for it."""
+        return fingerprint_of(self.lengths)
 
     @property
     def shuffle(self) -> bool:
@@ -333,6 +333,11 @@ class BalancedBatchSampler(BatchSampler):
     def begun(self) -> tuple[int, int] | None:
         """Epoch and first position of the latest iterator that was asked for a batch; None before the first."""
         return self._begun
+
+
+def fingerprint_of(lengths: NDArray[np.int64]) -> str:
+    """16 hexadecimal digits that tell lengths from others."""
+    return hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
 
 
 def check_state(state: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 import lightning_balance
 from lightning_balance import _lightning
@@ -19,7 +18,7 @@ from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, ga
 from lightning_balance.calibration.online import OnlineCost, slowest_per_slot
 from lightning_balance.calibration.search import BudgetSearch
 from lightning_balance.cost import CostFunction, CostModel
-from lightning_balance.lengths import is_scan_needed, resolve_lengths
+from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
 from lightning_balance.partition.shapes import round_up_to_multiple
 from lightning_balance.probing.budget import BudgetFinder
@@ -34,13 +33,8 @@ from lightning_balance.settings import (
     describe,
 )
 
-NUM_COMPARED = 8
-"""Samples that the other ranks read to see that they have the data that rank 0 scanned."""
 OWN_OF_A_RANK = frozenset({"lengths", "lengths_cache_dir", "seed"})
 """Options that may differ between ranks: what they lead to is compared, or it is the same."""
-WAY_OUT = "every rank needs the same data in the same order, the same seed and the same options"
-
-
 WITHOUT_SEARCH: dict[str, Any] = {"memory_fraction": DEFAULT_MEMORY_FRACTION, "memory_limit_gib": None}
 """Options of the search for a budget, once it is over."""
 
@@ -75,7 +69,7 @@ class SamplerFactory:
         self.settings = settings if self.online is None else replace(settings, cost=self.online.model)
         self.memory_bounds = [settings.memory_fraction, settings.memory_limit_gib]
         self._trainer = trainer
-        self._scanned: tuple[Any, NDArray[np.int64]] | None = None
+        self._lengths = LengthsOfRanks(trainer, settings)
         self._has_warned_of_skipped = False
         self.can_run = False
 
@@ -103,48 +97,7 @@ class SamplerFactory:
         """The length of every sample of a loader's data. A collective call; errors are raised on every rank."""
         if isinstance(loader.batch_sampler, BalancedBatchSampler):
             return loader.batch_sampler.lengths
-        dataset: Any = loader.dataset
-        settings, datamodule = self.settings, _lightning.train_datamodule(self._trainer)
-        num_samples = on_every_rank(lambda: len(dataset))
-        check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
-
-        def resolve() -> NDArray[np.int64]:
-            return resolve_lengths(
-                dataset,
-                settings.lengths,
-                max_length=settings.max_length,
-                datamodule=datamodule,
-                cache_dir=settings.lengths_cache_dir,
-                progress=self._trainer.progress_bar_callback is not None,
-            )
-
-        if not from_rank_zero(lambda: is_scan_needed(dataset, settings.lengths, datamodule)):
-            return on_every_rank(resolve)
-        if self._scanned is None or self._scanned[0] is not dataset or len(self._scanned[1]) != num_samples:
-            # A loader that is requested again for the same data does not read the samples again.
-            self._scanned = (dataset, from_rank_zero(resolve))
-            on_every_rank(lambda: self._compare_with_scan(dataset))
-        return self._scanned[1]
-
-    def _compare_with_scan(self, dataset: Any) -> None:
-        """Read a few samples where another rank has read them all: ranks with other data have other lengths."""
-        if self._trainer.is_global_zero:
-            return
-        assert self._scanned is not None
-        lengths = self._scanned[1]
-        places = np.unique(np.linspace(0, len(lengths) - 1, NUM_COMPARED).round().astype(int)).tolist()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rank 0 has warned of the scan
-            own = resolve_lengths(
-                Subset(dataset, places), self.settings.lengths, max_length=self.settings.max_length, progress=False
-            )
-        if (own != lengths[places]).any():
-            place = int(np.flatnonzero(own != lengths[places])[0])
-            raise ValueError(
-                f"the data differs between ranks: sample {places[place]} has length {lengths[places[place]]} on"
-                f" rank 0, but"
-                f" {own[place]} on rank {self._trainer.global_rank}; {WAY_OUT}"
-            )
+        return self._lengths.find(loader, self.settings.lengths, _lightning.train_datamodule(self._trainer))
 
     def _make(self, lengths: NDArray[np.int64], order: LoaderOrder) -> BalancedBatchSampler:
         settings = self.settings

@@ -21,12 +21,14 @@ PlannedSync = Literal["micro_batch", "step"]
 MaxTokens = int | Literal["auto"] | None
 Oversize = Literal["single", "error", "skip"]
 StepUnit = Literal["samples", "tokens"]
+Stage = Literal["fit", "validate", "test", "predict"]
 
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("sample_mean", "token_mean", "causal_token_mean", "sum")
 SYNCS: tuple[Sync, ...] = ("auto", "micro_batch", "step")
 OVERSIZE: tuple[Oversize, ...] = ("single", "error", "skip")
 DEFAULT_MEMORY_FRACTION = 0.9
 STEP_UNITS: tuple[StepUnit, ...] = ("samples", "tokens")
+STAGES: tuple[Stage, ...] = ("fit", "validate", "test", "predict")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # arrays among the values: compare by differing_options
@@ -64,6 +66,8 @@ class BalanceSettings:
     lengths_cache_dir: str | None = None
     memory_fraction: float = DEFAULT_MEMORY_FRACTION
     memory_limit_gib: float | None = None
+    stages: Sequence[Stage] = ("fit",)
+    eval_max_tokens: int | None = None
     print_summary: bool = True
 
     def __post_init__(self) -> None:
@@ -74,7 +78,7 @@ class BalanceSettings:
                 f"memory_fraction and memory_limit_gib bound the search of max_tokens='auto', but max_tokens is"
                 f" {self.max_tokens!r}: leave them out"
             )
-        for name in ("max_tokens", "samples_per_step", "max_length", "max_shapes"):
+        for name in ("max_tokens", "samples_per_step", "max_length", "max_shapes", "eval_max_tokens"):
             if getattr(self, name) not in (None, "auto"):
                 check_positive_int(name, getattr(self, name))
         for name in ("pad_to_multiple_of", "lookahead"):
@@ -82,6 +86,12 @@ class BalanceSettings:
         check_choice("oversize", self.oversize, OVERSIZE)
         check_choice("sync", self.sync, SYNCS)
         check_choice("step_unit", self.step_unit, STEP_UNITS)
+        object.__setattr__(self, "stages", _check_stages(self.stages))
+        if self.eval_max_tokens is not None and self.stages == ("fit",):
+            raise ValueError(
+                f"eval_max_tokens={self.eval_max_tokens} is the budget of validate, test and predict, but stages is"
+                " ('fit',): add them to stages, or leave it out"
+            )
         if self.step_unit == "tokens" and self.max_tokens is None:
             raise ValueError("step_unit='tokens' fills micro-batches to a budget and needs max_tokens, which is None")
         if self.step_unit == "tokens" and self.samples_per_step is not None:
@@ -106,8 +116,10 @@ class BalanceSettings:
 
 
 OPTION_NAMES = tuple(f.name for f in fields(BalanceSettings))
-OPTIONS_OF_WEIGHTS_AND_OUTPUT = frozenset({"loss_reduction", "label_key", "ignore_index", "print_summary"})
-"""Options that do not decide where samples go."""
+OPTIONS_OF_WEIGHTS_AND_OUTPUT = frozenset(
+    {"loss_reduction", "label_key", "ignore_index", "print_summary", "stages", "eval_max_tokens"}
+)
+"""Options that do not decide where training samples go."""
 
 
 class HasBalanceSettings:
@@ -138,6 +150,8 @@ class HasBalanceSettings:
         lengths_cache_dir: str | None = None,
         memory_fraction: float = DEFAULT_MEMORY_FRACTION,
         memory_limit_gib: float | None = None,
+        stages: Sequence[Stage] = ("fit",),
+        eval_max_tokens: int | None = None,
         print_summary: bool = True,
     ) -> None:
         super().__init__()
@@ -160,6 +174,8 @@ class HasBalanceSettings:
             lengths_cache_dir=lengths_cache_dir,
             memory_fraction=memory_fraction,
             memory_limit_gib=memory_limit_gib,
+            stages=stages,
+            eval_max_tokens=eval_max_tokens,
             print_summary=print_summary,
         )
         self.settings = self._accept(settings)
@@ -179,6 +195,8 @@ def describe(value: Any) -> int | float | str | None:
         return value
     if isinstance(value, CostModel):
         return repr(value)
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
@@ -221,6 +239,14 @@ def check_memory(fraction: float, limit_gib: float | None) -> None:
         raise ValueError(f"memory_fraction must be above 0 and at most 1, got {fraction!r}")
     if limit_gib is not None and not 0 < limit_gib < inf:
         raise ValueError(f"memory_limit_gib must be a finite number above 0, or None, got {limit_gib!r}")
+
+
+def _check_stages(stages: Any) -> tuple[Stage, ...]:
+    if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:
+        raise ValueError(f"stages must be a list of some of {', '.join(map(repr, STAGES))}, got {stages!r}")
+    for stage in stages:
+        check_choice("every entry of stages", stage, STAGES)
+    return tuple(stage for stage in STAGES if stage in stages)
 
 
 def _resolve_loss_reduction(value: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_balance import BalanceCallback, BalancedBatchSampler
-from lightning_balance.sampler_factory import NUM_COMPARED
+from lightning_balance.lengths_of_ranks import NUM_COMPARED
 from tests.distributed import run_ranks
 from tests.toys import ScalarModel, TokenDataset, collate, equal_samples, loader, trainer
 

@@ -38,9 +38,19 @@ def fewest_groups(padded: NDArray[np.int64], max_tokens: int) -> int:
     >>> fewest_groups(np.array([7, 7, 4, 4]), max_tokens=8)
     3
     """
+    return len(greedy_starts(group_ends(padded, max_tokens))) - 1
+
+
+def group_ends(padded: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
+    """Return how far a group may reach from each start under a cap on padded tokens, as :func:`greedy_starts` takes it.
+
+    A sample above the cap is a group of its own.
+
+    >>> group_ends(np.array([9, 4, 4, 4]), max_tokens=8)
+    array([1, 3, 4, 4, 4])
+    """
     counts = np.maximum(max_tokens // padded, 1)
-    ends = np.append(np.minimum(np.arange(len(padded)) + counts, len(padded)), len(padded))
-    return len(greedy_starts(ends)) - 1
+    return np.append(np.minimum(np.arange(len(padded)) + counts, len(padded)), len(padded))
 
 
 def split_groups(starts: NDArray[np.int64], padded: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:

@@ -1,0 +1,267 @@
+"""The loaders of one validation, test or predict run: balanced, each sample counted once (layer 2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+import lightning_balance
+from lightning_balance.agreement import check_equal_on_ranks, gather_objects, on_every_rank
+from lightning_balance.efficiency import cost_spread, pad_efficiency
+from lightning_balance.evaluation import _lightning
+from lightning_balance.evaluation.ordering import in_order
+from lightning_balance.evaluation.plan import plan_evaluation
+from lightning_balance.evaluation.sampler import EvaluationBatchSampler
+from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
+from lightning_balance.loaders import check_loader, read_order, with_batch_sampler
+from lightning_balance.partition.shapes import round_up_to_multiple
+from lightning_balance.plan import StepPlan
+from lightning_balance.sampler import fingerprint_of
+from lightning_balance.settings import BalanceSettings, Stage, describe
+
+LOADERS: dict[str, str] = {"validate": "validation", "test": "test", "predict": "predict"}
+"""What sentences call the loaders of a stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFigures:
+    """What an evaluation did, over all ranks and loaders; the time is this rank's own."""
+
+    num_samples: int
+    num_micro_batches: int
+    pad_efficiency: float
+    cost_spread: float
+    real_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens of all ranks per second."""
+        return self.real_tokens / self.seconds if self.seconds else float("nan")
+
+
+class BalancedEvaluation:
+    """Balances the loaders of one stage.
+
+    Args:
+        trainer: the trainer, with its strategy's processes running.
+        settings: the user's options.
+        stage: what is balanced.
+        during: what the trainer runs, ``"fit"`` for the validation inside it, else the stage.
+        own: the callback that this belongs to, which also sees fillers.
+    """
+
+    def __init__(
+        self, trainer: Trainer, settings: BalanceSettings, stage: Stage, *, during: str, own: Callback
+    ) -> None:
+        self._trainer, self._settings, self._stage, self._own = trainer, settings, stage, own
+        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        self._num_ranks, self._rank = int(ranks["num_replicas"]), int(ranks["rank"])
+        self._loop = _lightning.loop_of(trainer, during)
+        self._lengths = LengthsOfRanks(trainer, settings)
+        self._plans: list[StepPlan] = []
+        self._done = np.zeros(0, dtype=np.int64)
+        self._seconds = 0.0
+
+    @property
+    def source(self) -> object:
+        """The data module, module or loaders that the loaders come from."""
+        return _lightning.source_of(self._loop)
+
+    def attach(self) -> None:
+        """Put the plan between the user's loaders and the loop."""
+        _lightning.intercept_dataloaders(self._trainer, self._loop, self._stage, self._balance)
+        _lightning.wrap_steps(self._loop, self._around_step)
+
+    def release(self) -> None:
+        """Give the loop back as it was."""
+        _lightning.release(self._loop)
+
+    # ------------------------------------------------------------------ loaders
+
+    def _balance(self, loaders: Any, limit: int | float) -> CombinedLoader:
+        """Rebuild the user's loaders. A collective call; errors are raised on every rank.
+
+        Raises:
+            TypeError: a loader cannot be balanced.
+            ValueError: lengths or options are wrong, or differ between ranks.
+        """
+        given = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
+        combined = CombinedLoader(given.iterables, given._mode)
+        on_every_rank(lambda: self._check(combined))
+        self._plans = []
+        combined.flattened = [self._rebuild(loader, limit) for loader in combined.flattened]
+        self.restart_figures()
+        return combined
+
+    def _check(self, combined: CombinedLoader) -> None:
+        if combined._mode != "sequential":
+            raise ValueError(
+                f"the {LOADERS[self._stage]} loaders run as CombinedLoader(mode={combined._mode!r}), which joins their"
+                f" batches: use mode='sequential', or take {self._stage!r} out of BalanceCallback(stages=...)"
+            )
+        for loader in combined.flattened:
+            check_loader(loader, LOADERS[self._stage])
+
+    def _rebuild(self, loader: DataLoader[Any], limit: int | float) -> DataLoader[Any]:
+        order = on_every_rank(lambda: read_order(loader, LOADERS[self._stage]))
+        lengths = self._lengths.find(loader, self._given_lengths)
+        num_plain = -(-len(lengths) // (order.batch_size * self._num_ranks))
+        num_limited = on_every_rank(lambda: _lightning.limited_num_batches(self._stage, num_plain, limit))
+        lengths = lengths[: num_limited * order.batch_size * self._num_ranks]
+        options = self._options(lengths, order.batch_size)
+        check_equal_on_ranks(
+            {
+                "lightning_balance.__version__": lightning_balance.__version__,
+                f"the number of samples of the {LOADERS[self._stage]} loader": len(lengths),
+                f"the fingerprint of the {LOADERS[self._stage]} loader's lengths": fingerprint_of(lengths),
+                **{name: describe(value) for name, value in options.items()},
+            },
+            WAY_OUT,
+        )
+        plan = on_every_rank(lambda: plan_evaluation(lengths, num_ranks=self._num_ranks, **options))
+        self._plans.append(plan)
+        return with_batch_sampler(loader, EvaluationBatchSampler(plan, self._rank))
+
+    @property
+    def _given_lengths(self) -> Any:
+        """The option, but not an array of the training data's lengths."""
+        lengths = self._settings.lengths
+        is_of_training = "fit" in self._settings.stages and not (isinstance(lengths, str) or callable(lengths))
+        return None if is_of_training else lengths
+
+    def _options(self, lengths: NDArray[np.int64], batch_size: int) -> dict[str, Any]:
+        settings = self._settings
+        budget = settings.eval_max_tokens or settings.max_tokens
+        if not isinstance(budget, int):  # no micro-batch is larger than a plain batch could be
+            budget = batch_size * int(round_up_to_multiple(lengths, settings.pad_to_multiple_of).max())
+        return {
+            "max_tokens": budget,
+            "pad_to_multiple_of": settings.pad_to_multiple_of,
+            "oversize": settings.oversize,
+            "cost": None if settings.cost == "auto" else settings.cost,
+        }
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_batch(self, batch_idx: int, dataloader_idx: int) -> None:
+        """Let logged means weigh the micro-batch by its samples."""
+        num_samples = int(self._plans[dataloader_idx].num_samples[batch_idx, self._rank])
+        _lightning.set_batch_size(self._trainer, max(num_samples, 1))
+
+    @contextmanager
+    def _around_step(self, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
+        is_filler = self._plans[dataloader_idx].is_filler(self._rank, batch_idx)
+        uncounted = _lightning.counts_in_nothing(self._trainer, self._loop, dataloader_idx, self._own)
+        started = time.perf_counter()
+        with uncounted if is_filler else nullcontext():
+            yield
+        self._seconds += time.perf_counter() - started
+        self._done[dataloader_idx] = batch_idx + 1
+        if self._stage != "predict":
+            _lightning.make_means_exact(self._trainer)
+
+    # ------------------------------------------------------------------ figures and results
+
+    def restart_figures(self) -> None:
+        """Count from here on."""
+        self._done = np.zeros(len(self._plans), dtype=np.int64)
+        self._seconds = 0.0
+
+    def figures(self) -> EvaluationFigures | None:
+        """What the micro-batches since :meth:`restart_figures` did; None where there was none."""
+        done = [(plan, slice(0, int(num))) for plan, num in zip(self._plans, self._done, strict=True) if num]
+        if not done:
+            return None
+        real = sum(int(plan.real_tokens[slots].sum()) for plan, slots in done)
+        return EvaluationFigures(
+            num_samples=sum(int(plan.num_samples[slots].sum()) for plan, slots in done),
+            num_micro_batches=sum(plan.num_samples[slots].size for plan, slots in done),
+            pad_efficiency=pad_efficiency(real, sum(int(plan.padded_tokens[slots].sum()) for plan, slots in done)),
+            cost_spread=cost_spread(np.concatenate([plan.costs[slots] for plan, slots in done])),
+            real_tokens=real,
+            seconds=self._seconds,
+        )
+
+    def log_figures(self, module: LightningModule) -> None:
+        """Log them through the module. A collective call."""
+        figures = self.figures()
+        if figures is None:
+            return
+        prefix = f"balance/{_lightning.STAGES[self._stage].dataloader_prefix}/"
+        values = {name: getattr(figures, name) for name in ("pad_efficiency", "cost_spread", "tokens_per_second")}
+        # Only the time is a rank's own; sync_dist takes the mean of what that leads to.
+        module.log_dict(
+            {prefix + name: value for name, value in values.items()},
+            on_step=False, on_epoch=True, batch_size=1, sync_dist=True,
+        )  # fmt: skip
+
+    def say_figures(self) -> None:
+        """Tell the user what a run without loggers did."""
+        figures = self.figures()
+        if figures is not None:
+            rank_zero_info(
+                f"BalanceCallback: {self._stage}: {figures.num_samples:,} samples in {figures.num_micro_batches:,}"
+                f" micro-batches, pad efficiency {figures.pad_efficiency:.3f},"
+                f" {figures.tokens_per_second:,.0f} tokens/s"
+            )
+
+    def served_indices(self) -> list[list[list[int]]]:
+        """The samples of this rank's micro-batches, by loader and micro-batch; fillers left out."""
+        return [
+            [
+                plan.micro_batch(self._rank, slot).tolist()
+                for slot in range(int(num))
+                if not plan.is_filler(self._rank, slot)
+            ]
+            for plan, num in zip(self._plans, self._done, strict=True)
+        ]
+
+    def put_in_order(self, predictions: list[Any]) -> None:
+        """Turn what ``trainer.predict`` is about to return into outputs of single samples, in the data set's order.
+
+        Outputs that have no entry per sample stay as they are, with a warning.
+        """
+        of_loaders = [predictions] if len(self._plans) == 1 else predictions
+        for outputs, indices in zip(of_loaders, self.served_indices(), strict=True):
+            try:
+                outputs[:] = in_order(outputs, indices)[1]
+            except ValueError as error:
+                rank_zero_warn(
+                    f"trainer.predict returns outputs by micro-batch, longest samples first, because {error}:"
+                    " return one entry per sample from predict_step"
+                )
+
+    def gather(self, predictions: list[Any]) -> list[Any]:
+        """The outputs of all ranks in the data set's order, on every rank. A collective call."""
+        is_one = len(self._plans) == 1
+        of_loaders = [predictions] if is_one else predictions
+        gathered = []
+        for outputs, batches in zip(of_loaders, self.served_indices(), strict=True):
+            indices = sorted(index for batch in batches for index in batch)
+            on_every_rank(lambda outputs=outputs, indices=indices: check_one_per_sample(outputs, indices))  # type: ignore[misc]
+            found = dict(pair for part in gather_objects(list(zip(indices, outputs, strict=True))) for pair in part)
+            gathered.append([found[index] for index in sorted(found)])
+        return gathered[0] if is_one else gathered
+
+
+def check_one_per_sample(outputs: list[Any], indices: list[int]) -> None:
+    """Check that predictions are those of single samples.
+
+    Raises:
+        ValueError: they are not as many as the samples.
+    """
+    if len(outputs) != len(indices):
+        raise ValueError(
+            f"gather_predictions takes what trainer.predict returned on this rank, {len(indices)} outputs, one per"
+            f" sample, got {len(outputs)}: return one entry per sample from predict_step"
+        )
