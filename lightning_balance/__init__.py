@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_balance.cost import CostModel
     from lightning_balance.datamodule import BalancedDataModuleMixin
     from lightning_balance.epoch import EpochPlan, plan_epoch
+    from lightning_balance.evaluation.writer import OrderedPredictionWriter
     from lightning_balance.plan import StepPlan, plan_step
     from lightning_balance.sampler import BalancedBatchSampler
 
@@ -30,6 +31,7 @@ __all__ = [
     "BalancedDataModuleMixin",
     "CostModel",
     "EpochPlan",
+    "OrderedPredictionWriter",
     "StepPlan",
     "__version__",
     "metrics",
@@ -43,6 +45,7 @@ _MODULE_OF = {
     "BalancedDataModuleMixin": "datamodule",
     "CostModel": "cost",
     "EpochPlan": "epoch",
+    "OrderedPredictionWriter": "evaluation.writer",
     "StepPlan": "plan",
     "plan_epoch": "epoch",
     "plan_step": "plan",

@@ -128,8 +128,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
 
     def _set_up_evaluation(self, trainer: Trainer, module: LightningModule, during: str) -> None:
         self._evaluation = None
-        stage: Stage = "validate" if during == "fit" else during  # type: ignore[assignment]  # Lightning's own names
-        if stage not in self.settings.stages:
+        balanced = "validate" if during == "fit" else during
+        stage = next((stage for stage in self.settings.stages if stage == balanced), None)
+        if stage is None:
             return
         evaluation = BalancedEvaluation(trainer, self.settings, stage, during=during, own=self)
         if self.only_for not in (None, evaluation.source):
