@@ -291,6 +291,20 @@ def plan_reading(data: Json) -> str:
     return markdown(list(data["reading"]), [[seconds(value) for value in data["reading"].values()]])
 
 
+def evaluation(data: Json) -> str:
+    """Return the table of predict with plain batches and with a budget."""
+    rows = [
+        ("micro-batches", "num_micro_batches", "{:,}"),
+        ("largest micro-batch, padded tokens", "largest_micro_batch", "{:,}"),
+        ("pad efficiency", "pad_efficiency", "{:.3f}"),
+        ("real tokens per second", "tokens_per_second", "{:,.0f}"),
+    ]
+    median, low, high = data["speed_up"]
+    lines = [[name, *(form.format(data[key][run]) for run in ("plain", "budget"))] for name, key, form in rows]
+    lines.append(["speed-up, median and range of the rounds", "1.00", f"{median:.2f} ({low:.2f} - {high:.2f})"])
+    return markdown(["", "plain batches", "token budget"], lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "planner_samples": ("planner", planner_input),
     "planner_whole_steps": ("planner", lambda data: planner_input(data, "lognormal_whole_steps")),
@@ -306,6 +320,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "scale_batch": ("scale", scale_batch),
     "scale_epoch": ("scale", scale_epoch),
     "scale_first": ("scale", scale_first),
+    "evaluation": ("evaluation", evaluation),
     "plan_demo": ("plan_report", plan_demo),
     "plan_million": ("plan_report", plan_million),
     "plan_reading": ("plan_report", plan_reading),

@@ -7,7 +7,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks import environment, lookahead, optimality, oracles, peers, plan_report, planner, scale, tables
+from benchmarks import (
+    environment,
+    evaluation,
+    lookahead,
+    optimality,
+    oracles,
+    peers,
+    plan_report,
+    planner,
+    scale,
+    tables,
+)
 from benchmarks.inputs import Profile, clip_for, draw, read_profiles, synthetic_profiles
 from benchmarks.served import ServedEpoch, figures_of
 from benchmarks.timing import alternate
@@ -55,6 +66,7 @@ def _save_results(folder):
             "million": plan_report.many_lengths(4096, 1),
             "reading": plan_report.reading(100),
         },
+        "evaluation": evaluation.measure(num_functions=20, batch_size=4, hidden_size=16, num_rounds=1),
         "lookahead": {"rows": [lookahead.measure(np.tile(LENGTHS, 4), num, 1) for num in (1, 2)]},
     }
     for script, figures in saved.items():
@@ -233,3 +245,9 @@ def test_tables_are_written_between_their_markers_and_nowhere_else(results):
     assert tables.write_tables(written, results) == written
     assert written.startswith("before\n")
     assert written.endswith("\nafter\n")
+
+
+def test_predictions_of_both_runs_are_the_same(results):
+    figures = json.loads((results / "evaluation.json").read_text())
+    assert figures["predictions_alike"] > 0.999
+    assert figures["largest_micro_batch"]["budget"] <= figures["largest_micro_batch"]["plain"]

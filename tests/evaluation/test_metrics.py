@@ -15,6 +15,7 @@ from tests.distributed import run_ranks
 from tests.evaluation.toys import Evaluates, values_loader
 from tests.toys import trainer
 
+FIRST = 1.0  # the value of sample 0: a copy of it counts in every figure
 RAGGED = [3, 1, 4, 1, 5, 9, 2]
 CASES: dict[str, tuple[list[int], int | None]] = {
     "seven": (RAGGED, None),
@@ -26,7 +27,7 @@ CASES: dict[str, tuple[list[int], int | None]] = {
 
 
 def expected(num_values: int) -> dict[str, float]:
-    value = torch.arange(float(num_values))
+    value = FIRST + torch.arange(float(num_values))
     score, target = torch.sigmoid(value - 3), (value % 2).long()
     once = {
         "mean": value.mean(), "own_size": value.mean(), "mean_value": value.mean(), "by_step_epoch": value.mean(),
@@ -48,7 +49,7 @@ def evaluate(strategy: str, num_ranks: int, lengths: list[int], budget: int | No
     found = []
     for _ in range(2):
         module.seen.clear()
-        logged = run(module, values_loader(lengths), verbose=False)[0]
+        logged = run(module, values_loader(lengths, first=FIRST), verbose=False)[0]
         found.append((logged, module.collected, list(module.seen)))
     return gather_objects(found)
 
@@ -58,14 +59,14 @@ def check(of_ranks: Any, lengths: list[int], budget: int | None) -> None:
         for logged, collected, _ in (of_rank[run] for of_rank in of_ranks):
             for name, value in expected(len(lengths)).items():
                 assert logged[name] == pytest.approx(value, rel=1e-6), name
-            assert collected == list(range(len(lengths)))
+            assert collected == [FIRST + index for index in range(len(lengths))]
         counts = {len(of_rank[run][2]) for of_rank in of_ranks}
         assert len(counts) == 1  # as many micro-batches on every rank
-        served = [values for of_rank in of_ranks for _, values in of_rank[run][2]]
+        served = [[int(value - FIRST) for value in values] for rank in of_ranks for _, values in rank[run][2]]
         if budget is not None:
-            cost = [len(values) * max(lengths[int(v)] for v in values) for values in served]
-            assert all(size <= budget or len(values) == 1 for size, values in zip(cost, served, strict=True))
-        assert {v for values in served for v in values} == set(range(len(lengths)))
+            sizes = [len(samples) * max(lengths[sample] for sample in samples) for samples in served]
+            assert all(size <= budget or len(samples) == 1 for size, samples in zip(sizes, served, strict=True))
+        assert {sample for samples in served for sample in samples} == set(range(len(lengths)))
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])

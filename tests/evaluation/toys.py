@@ -1,4 +1,4 @@
-"""A module that evaluates without knowing of balancing: sample i has the value i and some length."""
+"""A module that evaluates without knowing of balancing; each sample has a value and some length."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from torchmetrics.retrieval import RetrievalMRR
 
 
 class Values(Dataset[dict[str, Any]]):
-    """Sample i: `value` i, a row of `lengths[i]` ones."""
+    """Sample i: `value` first + i, a row of `lengths[i]` ones."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], first: float = 0.0) -> None:
         self.lengths = list(lengths)
+        self.first = first
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"value": float(index), "x": torch.ones(self.lengths[index])}
+        return {"value": self.first + index, "x": torch.ones(self.lengths[index])}
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -37,8 +38,10 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-def values_loader(lengths: Sequence[int], batch_size: int = 2, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(Values(lengths), batch_size=batch_size, collate_fn=collate, **arguments)
+def values_loader(
+    lengths: Sequence[int], batch_size: int = 2, *, first: float = 0.0, **arguments: Any
+) -> DataLoader[Any]:
+    return DataLoader(Values(lengths, first), batch_size=batch_size, collate_fn=collate, **arguments)
 
 
 class Evaluates(LightningModule):
