@@ -1,6 +1,6 @@
 """Every use of a Lightning internal by evaluation, each with the public API that is missing (layer 2).
 
-Verified with Lightning 2.6.6; ``tests/test_lightning_internals.py`` fails clearly when a release moves one of them.
+Verified with Lightning 2.6.6; ``tests/evaluation/test_internals.py`` fails clearly when a release moves one of them.
 """
 
 from __future__ import annotations
