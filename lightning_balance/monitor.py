@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_balance.efficiency import cost_spread, pad_efficiency
@@ -17,6 +19,8 @@ from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
 from lightning_balance.waiting import WaitClock, can_measure_waiting
 
 PREFIX = "balance/"
+MAX_PENDING_STEPS = 64
+"""Metrics are updated once in so many steps: an update costs as much as all other figures of a step together."""
 MAX_RANKS_LOGGED = 8
 """Waiting is logged for so many ranks one by one, and as mean and maximum over all."""
 
@@ -103,6 +107,8 @@ class RunMonitor:
         self._wait_clock = WaitClock() if has_others and can_measure_waiting(device) else None
         self._waited_seconds = 0.0
         self._planned_before = 0.0
+        self._pending_tokens = 0, 0
+        self._pending_costs: list[NDArray[np.float64]] = []
 
     def begin_micro_batch(self) -> None:
         """Start to count what the micro-batch waits."""
@@ -164,8 +170,18 @@ class RunMonitor:
             totals.seconds += seconds
             totals.waited_seconds += waited
             totals.planning_seconds += planned
-        self.pad_efficiency.update(int(plan.real_tokens[:num_slots, self.rank].sum()), int(padded[:, self.rank].sum()))
-        self.cost_spread.update(synchronised)
+        real, run = self._pending_tokens
+        own = plan.real_tokens[:num_slots, self.rank], padded[:, self.rank]
+        self._pending_tokens = real + int(own[0].sum()), run + int(own[1].sum())
+        self._pending_costs.append(synchronised)
+        if len(self._pending_costs) >= MAX_PENDING_STEPS:
+            self._update_metrics()
+
+    def _update_metrics(self) -> None:
+        if self._pending_costs:
+            self.pad_efficiency.update(*self._pending_tokens)
+            self.cost_spread.update(np.concatenate(self._pending_costs))
+            self._pending_tokens, self._pending_costs = (0, 0), []
 
     def step_values(self) -> dict[str, float | Tensor]:
         """Values for a logger since the last call: planned shares and measured rates. A collective call."""
@@ -209,13 +225,14 @@ class RunMonitor:
 
         Not so in an epoch that is cut inside its first window, or continued at its end.
         """
-        return self.pad_efficiency.update_called
+        return bool(self._pending_costs) or self.pad_efficiency.update_called
 
     def epoch_values(self) -> dict[str, float | Tensor]:
         """Values of the epoch over all ranks, under names ending in ``_epoch``. A collective call.
 
         They cover what this process did of the epoch; only where :attr:`has_epoch_values`.
         """
+        self._update_metrics()
         self.peak_memory.update()
         values = {"pad_efficiency": self.pad_efficiency.compute(), "cost_spread": self.cost_spread.compute()}
         values.update(self._peak())

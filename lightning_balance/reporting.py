@@ -39,6 +39,8 @@ class RunReport:
             return
         values = self._step_values()
         self._module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+        if self._trainer.progress_bar_callback is None:
+            return
         in_bar = {"pad_eff": values[PREFIX + "pad_efficiency"], "tok/s": values[PREFIX + "tokens_per_second"]}
         self._module.log_dict(in_bar, on_step=True, on_epoch=False, batch_size=1, prog_bar=True, logger=False)
 
