@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from lightning_balance import _lightning
 from lightning_balance.agreement import on_every_rank
 from lightning_balance.budget_control import BudgetControl
-from lightning_balance.checks import check_evaluation, check_trainer
-from lightning_balance.evaluation.run import BalancedEvaluation
+from lightning_balance.checks import check_is_alone, check_trainer
+from lightning_balance.evaluation.hooks import EvaluationHooks
 from lightning_balance.fitting import BalancedFit, Place
 from lightning_balance.probing.stopwatch import Stopwatch
 from lightning_balance.reporting import RunReport
 from lightning_balance.restart import checkpoint_state, loop_place
-from lightning_balance.settings import HasBalanceSettings, Stage, describe
+from lightning_balance.settings import HasBalanceSettings, describe
 from lightning_balance.validation import check_positive_int
 from lightning_balance.weighting import StepWeights, find_labels, scale_backward, scale_gradients
 
@@ -29,7 +29,7 @@ OF_A_PROCESS = OF_A_RUN | {"_evaluation"}
 """Attributes that hold something of a trainer's run, whatever it runs."""
 
 
-class BalanceCallback(HasBalanceSettings, Callback):
+class BalanceCallback(HasBalanceSettings, EvaluationHooks):
     """Balanced micro-batches and exact gradients for any LightningModule, by one entry in ``Trainer(callbacks=[...])``.
 
     The training loader is rebuilt around a :class:`BalancedBatchSampler`: the samples of each optimizer step are sorted
@@ -86,9 +86,6 @@ class BalanceCallback(HasBalanceSettings, Callback):
         >>> trainer = Trainer(accelerator="cpu", logger=False, callbacks=[BalanceCallback(max_tokens=8192)])
     """
 
-    only_for: object | None = None
-    """The data module that brought this callback along; with any other data it stays out of the way."""
-
     _fit: BalancedFit | None = None
     _weights: StepWeights | None = None
     _report: RunReport | None = None
@@ -97,7 +94,6 @@ class BalanceCallback(HasBalanceSettings, Callback):
     _control: BudgetControl | None = None
     _stopwatch: Stopwatch | None = None
     _is_first_batch = True
-    _evaluation: BalancedEvaluation | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing of a run: a launcher pickles a trainer's callbacks before its run, whatever they ran in before."""
@@ -109,10 +105,10 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Check trainer and module, and put the plan between the user's loaders and the loops."""
         if stage == "fit":
             self._forget()
-        _lightning.put_first(trainer, self)  # others then see corrected gradients and the epoch's real length
         self._set_up_evaluation(trainer, pl_module, stage)
         if stage != "fit" or "fit" not in self.settings.stages:
             return
+        _lightning.put_first(trainer, self)  # others then see corrected gradients and the epoch's real length
         if self.only_for not in (None, _lightning.train_datamodule(trainer)):
             return
         on_every_rank(lambda: self._check(trainer, pl_module))
@@ -126,31 +122,9 @@ class BalanceCallback(HasBalanceSettings, Callback):
         _lightning.intercept_train_dataloader(trainer, fit.balance)
         _lightning.accept_short_epochs(trainer)
 
-    def _set_up_evaluation(self, trainer: Trainer, module: LightningModule, during: str) -> None:
-        self._evaluation = None
-        balanced = "validate" if during == "fit" else during
-        stage = next((stage for stage in self.settings.stages if stage == balanced), None)
-        if stage is None:
-            return
-        evaluation = BalancedEvaluation(trainer, self.settings, stage, during=during, own=self)
-        if self.only_for not in (None, evaluation.source):
-            return
-        on_every_rank(lambda: self._check_evaluation(trainer, module, stage))
-        self._evaluation = evaluation
-        evaluation.attach()
-
-    def _check_evaluation(self, trainer: Trainer, module: LightningModule, stage: Stage) -> None:
-        self._check_is_alone(trainer)
-        check_evaluation(trainer, module, stage)
-
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
-        self._check_is_alone(trainer)
+        check_is_alone(trainer, BalanceCallback)
         check_trainer(trainer, module)
-
-    def _check_is_alone(self, trainer: Trainer) -> None:
-        num_callbacks = sum(isinstance(callback, BalanceCallback) for callback in _lightning.callbacks(trainer))
-        if num_callbacks > 1:
-            raise ValueError(f"the trainer has {num_callbacks} BalanceCallbacks, which would weight twice: keep one")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Strategy, module and optimizers are set up now, so that micro-batches can be tried."""
@@ -278,61 +252,6 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._report is not None:
             self._report.monitor.resume()
 
-    # ------------------------------------------------------------------ validate, test, predict
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count what the loaders serve."""
-        if self._evaluation is not None:
-            self._evaluation.restart_figures()
-
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Let logged means weigh the micro-batch by its samples."""
-        if self._evaluation is not None:
-            self._evaluation.begin_batch(batch_idx, dataloader_idx)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what the loaders served."""
-        if self._evaluation is not None and not trainer.barebones:
-            self._evaluation.log_figures(pl_module)
-
-    on_test_epoch_start = on_validation_epoch_start
-    on_test_batch_start = on_validation_batch_start
-    on_test_epoch_end = on_validation_epoch_end
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count what the loaders serve."""
-        if self._evaluation is not None:
-            self._evaluation.restart_figures()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the results into the data set's order; prediction writers have had them by micro-batch."""
-        if self._evaluation is None:
-            return
-        self._evaluation.say_figures()
-        if trainer.predict_loop.return_predictions:
-            self._evaluation.put_in_order(trainer.predict_loop.predictions)
-
-    def gather_predictions(self, predictions: list[Any]) -> list[Any]:
-        """The results of all ranks in the data set's order, on every rank, after ``trainer.predict``.
-
-        A collective call: every rank calls it with what ``trainer.predict`` returned there. On one process it is what
-        was returned.
-
-        Args:
-            predictions: one output per sample of this rank; with several loaders a list of them for each.
-
-        Raises:
-            ValueError: the callback has balanced no predict run, or ``predictions`` has not one output per sample.
-        """
-        if self._evaluation is None or predictions is None:
-            raise ValueError(
-                "gather_predictions takes what trainer.predict returned in a run that was balanced: add 'predict' to"
-                " BalanceCallback(stages=...), and let predict return its predictions"
-            )
-        return self._evaluation.gather(predictions)
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""
         if self._report is not None:
@@ -415,8 +334,8 @@ class BalanceCallback(HasBalanceSettings, Callback):
         """Give the trainer back as it was; a checkpoint saved by hand after ``fit`` still says where it stands."""
         if stage == "fit":
             self._release(trainer)
-        elif self._evaluation is not None:
-            self._evaluation.release()
+        else:
+            self._release_evaluation()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the trainer back as it was; the place in the run stays known to callbacks that save it now."""
@@ -426,8 +345,7 @@ class BalanceCallback(HasBalanceSettings, Callback):
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._evaluation is not None:
-            self._evaluation.release()
+        self._release_evaluation()
         _lightning.release_train_dataloader(trainer)
         if self._fit is not None:
             self._fit.close()

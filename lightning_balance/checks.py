@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
@@ -58,6 +58,17 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
             f"BalanceCallback needs to know each micro-batch, but {module_name}.training_step(dataloader_iter) fetches"
             " its own: use training_step(batch, batch_idx)"
         )
+
+
+def check_is_alone(trainer: Trainer, kind: type[Callback]) -> None:
+    """Refuse a second callback of a kind.
+
+    Raises:
+        ValueError: the trainer has several.
+    """
+    num_callbacks = sum(isinstance(callback, kind) for callback in _lightning.callbacks(trainer))
+    if num_callbacks > 1:
+        raise ValueError(f"the trainer has {num_callbacks} BalanceCallbacks, which would weight twice: keep one")
 
 
 def check_evaluation(trainer: Trainer, module: LightningModule, stage: Stage) -> None:
