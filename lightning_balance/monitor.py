@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.fitting import Place
+from lightning_balance.memory import has_accelerator_peak, restart_accelerator_peak
 from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
 from lightning_balance.waiting import WaitClock, can_measure_waiting
 
@@ -100,8 +101,10 @@ class RunMonitor:
         self._paused_at: float | None = None
         self.pad_efficiency = PadEfficiency().to(device)
         self.cost_spread = CostSpread().to(device)
-        accelerator = PeakMemory()
-        self.peak_memory = (accelerator if accelerator.available else PeakMemory(source="rss")).to(device)
+        has_counter = has_accelerator_peak()
+        peak_memory = PeakMemory(restart_window=True) if has_counter else PeakMemory(source="rss")
+        self.peak_memory = peak_memory.to(device)
+        self._peak_of_epoch = self._peak_of_run = math.nan
         self._device = device
         has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._wait_clock = WaitClock() if has_others and can_measure_waiting(device) else None
@@ -116,7 +119,9 @@ class RunMonitor:
             self._wait_clock.start()
 
     def end_micro_batch(self) -> None:
-        """Add what the micro-batch waited to its step."""
+        """Add what the micro-batch waited to its step, and read what it needed where the counter can be restarted."""
+        if self.peak_memory.restart_window:
+            self.peak_memory.update()
         if self._wait_clock is not None:
             self._waited_seconds += self._wait_clock.stop()
 
@@ -136,6 +141,8 @@ class RunMonitor:
     def resume(self) -> None:
         """Let the clock go on after :meth:`pause`."""
         if self._paused_at is not None:
+            if self.peak_memory.restart_window:
+                restart_accelerator_peak()  # validation is no micro-batch
             self._window_started += self._clock() - self._paused_at
             self._paused_at = None
 
@@ -198,8 +205,7 @@ class RunMonitor:
             "planning_time_s": totals.planning_seconds / totals.num_steps if totals.num_steps else math.nan,
             **{name: amount / totals.seconds if totals.seconds else math.nan for name, amount in rates.items()},
         }
-        self.peak_memory.update()
-        values.update(self._peak())
+        values.update(self._peak(self._renew_peaks()))
         values.update(self._wait_times(totals))
         return {PREFIX + name: value for name, value in values.items()}
 
@@ -233,20 +239,33 @@ class RunMonitor:
         They cover what this process did of the epoch; only where :attr:`has_epoch_values`.
         """
         self._update_metrics()
-        self.peak_memory.update()
-        values = {"pad_efficiency": self.pad_efficiency.compute(), "cost_spread": self.cost_spread.compute()}
-        values.update(self._peak())
+        self._renew_peaks()
+        values: dict[str, float | Tensor] = {
+            "pad_efficiency": self.pad_efficiency.compute(),
+            "cost_spread": self.cost_spread.compute(),
+            **self._peak(self._peak_of_epoch),
+        }
+        self._peak_of_epoch = math.nan
         self.pad_efficiency.reset()
         self.cost_spread.reset()
         return {f"{PREFIX}{name}_epoch": value for name, value in values.items()}
 
     def rank_figures(self) -> RankFigures:
         """Ask all ranks for what the end of the run tells of them. A collective call."""
-        self.peak_memory.update()
+        self._renew_peaks()
         names = {"peak_memory_gib": "peak allocated memory", "peak_rss_gib": "peak process memory (RSS)"}
-        peaks = {names[key]: float(value) for key, value in self._peak().items()}
+        peaks = {names[key]: value for key, value in self._peak(self._peak_of_run).items()}
         return RankFigures(peaks=peaks, waited_seconds=tuple(self._waited_of_ranks(self.run)))
 
-    def _peak(self) -> dict[str, Tensor]:
-        peak = self.peak_memory.compute()
-        return {} if torch.isnan(peak) else {self.peak_memory.log_key: peak}
+    def _renew_peaks(self) -> float:
+        """The peak over ranks since the last call, in GiB; counts it in that of epoch and run. A collective call."""
+        self.peak_memory.update()
+        peak = float(self.peak_memory.compute())
+        self.peak_memory.reset()
+        # fmax: a number is larger than nan, which stands for what could not be read.
+        self._peak_of_epoch = float(np.fmax(self._peak_of_epoch, peak))
+        self._peak_of_run = float(np.fmax(self._peak_of_run, peak))
+        return peak
+
+    def _peak(self, peak: float) -> dict[str, float]:
+        return {} if math.isnan(peak) else {self.peak_memory.log_key: peak}

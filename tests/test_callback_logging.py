@@ -578,3 +578,20 @@ def test_test_and_predict_without_fit_are_untouched(stage: str) -> None:
     getattr(run, stage)(model, datamodule=BalancedData(max_tokens=9))
     assert model.batches == PLAIN_BATCHES
     assert "balance/pad_efficiency" not in run.callback_metrics
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an allocator whose counter can be restarted")
+def test_the_peak_is_that_of_micro_batches_since_the_last_log(tmp_path: Path) -> None:
+    class AllocatesOnce(ScalarModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                torch.empty(2**28, device=self.device)  # 1 GiB
+            return super().training_step(batch, batch_idx)
+
+    balance = BalanceCallback(loss_reduction="token_mean", print_summary=False)
+    used = trainer(
+        accelerator="cuda", callbacks=[balance], logger=CSVLogger(tmp_path), log_every_n_steps=1, max_epochs=1
+    )
+    used.fit(AllocatesOnce(), loader(equal_samples([1] * 8), 2))
+    peaks = [row["balance/peak_memory_gib"] for row in steps_of(read_csv(tmp_path))]
+    assert peaks[0] >= 1 > max(peaks[1:])
