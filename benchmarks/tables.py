@@ -291,6 +291,55 @@ def plan_reading(data: Json) -> str:
     return markdown(list(data["reading"]), [[seconds(value) for value in data["reading"].values()]])
 
 
+def calibration(data: Json) -> str:
+    """Return the table of repeated calibrations."""
+    rows = [
+        [
+            str(number),
+            f"{run['intercept']:.1f}",
+            f"{run['alpha']:.2e}",
+            f"{run['seconds_per_token'] * 1e6:.1f}",
+            f"{run['median_error']:.1%}",
+            f"{run['worst_error']:.1%}",
+            f"{run['noise']:.1%}",
+        ]
+        for number, run in enumerate(data["runs"], start=1)
+    ]
+    names = ["run", "intercept", "alpha", "microseconds per token", "median error", "worst error", "repeats differ by"]
+    return markdown(names, rows)
+
+
+def end_to_end(data: Json, strategy: str) -> str:
+    """Return the table of training end to end under a strategy."""
+    found = data[strategy]
+
+    def ratio(values: Json, other: str) -> str:
+        median, low, high = values[f"over {other}"]
+        return f"{median:.2f} ({low:.2f} - {high:.2f})"
+
+    rows = [
+        [
+            method,
+            f"{values['tokens_per_second']:,.0f}",
+            ratio(values, "plain shuffle"),
+            ratio(values, "BatchRebalance"),
+            ratio(values, "ceiling"),
+            f"{values['pad_efficiency']:.3f}",
+            f"{seconds(values['step_p50_s'])} / {seconds(values['step_p90_s'])}",
+            seconds(values["waited_per_step_s"]),
+            f"{values['peak_mib']:.0f} MiB",
+        ]
+        for method, values in found.items()
+    ]
+    return markdown(
+        [
+            "", "real tokens/s", "x plain", "x BatchRebalance", "x ceiling", "pad", "step p50 / p90", "waited per step",
+            "peak",
+        ],
+        rows,
+    )  # fmt: skip
+
+
 def evaluation(data: Json) -> str:
     """Return the table of predict with plain batches and with a budget."""
     rows = [
@@ -320,6 +369,9 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "scale_batch": ("scale", scale_batch),
     "scale_epoch": ("scale", scale_epoch),
     "scale_first": ("scale", scale_first),
+    "calibration": ("calibration", calibration),
+    "end_to_end_ddp": ("end_to_end", lambda data: end_to_end(data, "ddp")),
+    "end_to_end_fsdp2": ("end_to_end", lambda data: end_to_end(data, "FSDP2")),
     "evaluation": ("evaluation", evaluation),
     "plan_demo": ("plan_report", plan_demo),
     "plan_million": ("plan_report", plan_million),
