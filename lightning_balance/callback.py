@@ -25,7 +25,7 @@ from lightning_balance.weighting import StepWeights, find_labels, scale_backward
 CHECKPOINT_KEY = "lightning_balance"
 OF_A_RUN = {"_fit", "_weights", "_report", "_place", "_batch", "_control", "_stopwatch", "_is_first_batch"}
 """Attributes of the callback that belong to one ``fit``; their defaults stand in the class."""
-OF_A_PROCESS = OF_A_RUN | {"_evaluation"}
+OF_A_PROCESS = OF_A_RUN | {"_evaluation", "_predicted"}
 """Attributes that hold something of a trainer's run, whatever it runs."""
 
 

@@ -42,6 +42,8 @@ class LengthsOfRanks:
         dataset: Any = loader.dataset
         num_samples = on_every_rank(lambda: len(dataset))
         check_equal_on_ranks({"the number of samples": num_samples}, WAY_OUT)
+        if num_samples == 0:
+            return np.empty(0, dtype=np.int64)
 
         def resolve() -> NDArray[np.int64]:
             return resolve_lengths(

@@ -78,11 +78,12 @@ class BalanceSettings:
                 f"memory_fraction and memory_limit_gib bound the search of max_tokens='auto', but max_tokens is"
                 f" {self.max_tokens!r}: leave them out"
             )
-        for name in ("max_tokens", "samples_per_step", "max_length", "max_shapes", "eval_max_tokens"):
-            if getattr(self, name) not in (None, "auto"):
-                check_positive_int(name, getattr(self, name))
-        for name in ("pad_to_multiple_of", "lookahead"):
-            check_positive_int(name, getattr(self, name))
+        optional = ("samples_per_step", "max_length", "max_shapes", "eval_max_tokens")
+        numbers = [name for name in optional if getattr(self, name) is not None]
+        if self.max_tokens not in (None, "auto"):
+            numbers.append("max_tokens")
+        for name in (*numbers, "pad_to_multiple_of", "lookahead"):
+            object.__setattr__(self, name, check_positive_int(name, getattr(self, name)))  # Python's own integers
         check_choice("oversize", self.oversize, OVERSIZE)
         check_choice("sync", self.sync, SYNCS)
         check_choice("step_unit", self.step_unit, STEP_UNITS)

@@ -10,18 +10,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage
-from torchmetrics import Metric
+from torch import Tensor
 
 from lightning_balance import _lightning
-from lightning_balance.evaluation.states import KeptStates
+from lightning_balance.evaluation.fillers import KeptStates, uncounted
 
 Loop = _EvaluationLoop | _PredictionLoop
 STAGES = {
@@ -115,54 +114,57 @@ def make_means_exact(trainer: Trainer) -> None:
 
     Missing: ``sync_dist=True`` divides the sum of integers by the number of ranks as integers.
     """
-    for result in _logged(trainer):
-        if result.is_tensor and result.meta.is_mean_reduction:
-            result.cumulated_batch_size = result.cumulated_batch_size.to(torch.get_default_dtype())
+    for result in (trainer._results or {}).values():
+        if result.is_tensor and result.meta.is_mean_reduction and not result.has_reset:
+            weight = result.cumulated_batch_size
+            result.cumulated_batch_size = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
 
 
 @contextmanager
-def counts_in_nothing(trainer: Trainer, loop: Loop, dataloader_idx: int, own: Callback) -> Iterator[None]:
+def counts_in_nothing(trainer: Trainer, loop: Loop, dataloader_idx: int) -> Iterator[None]:
     """Run a step of which nothing stays: no metric, no logged value, no prediction.
 
-    No callback sees it but ``own`` and progress bars. Missing: a step that does not count. The module's own hooks run,
-    as ranks may exchange something in them.
+    Missing: a step that does not count. All hooks run, of the module and of callbacks, as ranks may exchange something
+    in them; only prediction writers see nothing.
     """
-    results = trainer._results
-    states = KeptStates(module for module in trainer.lightning_module.modules() if isinstance(module, Metric))
-    before = {key: result.has_reset for key, result in (results or {}).items()}
-    logged = KeptStates(result for result in (results or {}).values() if result.is_tensor)
-    kept, loggers = _lightning.callbacks(trainer), trainer.loggers
-    _lightning.keep_callbacks(trainer, lambda callback: callback is own or isinstance(callback, ProgressBar))
-    trainer.loggers = [DummyLogger()] * bool(loggers)
-    num_predictions = _num_predictions(loop, dataloader_idx)
+    results: dict[str, _ResultMetric] = {} if trainer._results is None else trainer._results
+    logged_before = {key: result._update_count for key, result in results.items() if not result.has_reset}
+    kept = {key: KeptStates([result]) for key, result in results.items() if result.is_tensor}
+    num_predictions = len(loop._predictions[dataloader_idx]) if isinstance(loop, _PredictionLoop) else 0
+    writers = [callback for callback in _lightning.callbacks(trainer) if isinstance(callback, BasePredictionWriter)]
+    muted = [(vars(writer), "write_on_batch_end") for writer in writers]
+    muted.append((vars(trainer._logger_connector), "log_metrics"))
+    for attributes, name in muted:
+        attributes[name] = _ignore
     try:
-        yield
+        with uncounted(trainer.lightning_module):
+            yield
     finally:
-        trainer.callbacks, trainer.loggers = kept, loggers  # type: ignore[attr-defined]
-    states.restore()
+        for attributes, name in muted:
+            attributes.pop(name)
     if isinstance(loop, _PredictionLoop):
         del loop._predictions[dataloader_idx][num_predictions:]
-    for key, result in (results or {}).items():
-        if not result.has_reset and result.is_tensor:
-            _forget_filler(result, logged, is_first=before.get(key, True))
+        del loop.epoch_batch_indices[dataloader_idx][num_predictions:]
+    for key, result in results.items():
+        was_logged = not result.has_reset and result._update_count != logged_before.get(key)
+        if result.is_tensor and was_logged:
+            _forget_filler(result, kept[key] if key in logged_before else None)
 
 
-def _num_predictions(loop: Loop, dataloader_idx: int) -> int:
-    return len(loop._predictions[dataloader_idx]) if isinstance(loop, _PredictionLoop) else 0
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
-def _forget_filler(result: _ResultMetric, before: KeptStates, *, is_first: bool) -> None:
+def _forget_filler(result: _ResultMetric, before: KeptStates | None) -> None:
     """Take a filler's value out of what was logged, but leave the key: ranks exchange values key by key.
 
     A rank that has fillers only keeps its value where ranks do not exchange it: it would have none at all, and a nan
     stops ``EarlyStopping``.
     """
-    if not is_first:
-        before.restore_one(result)
+    if before is not None:
+        before.restore()
     elif result.meta.sync.should:
-        Metric.reset(result)
-    result.has_reset = False
-
-
-def _logged(trainer: Trainer) -> list[_ResultMetric]:
-    return [result for result in (trainer._results or {}).values() if not result.has_reset]
+        for name, default in result._defaults.items():  # in the type that other ranks have
+            assert isinstance(default, Tensor)
+            setattr(result, name, torch.full_like(getattr(result, name), default.item()))
+        result._computed = None

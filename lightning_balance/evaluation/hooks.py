@@ -24,6 +24,12 @@ class EvaluationHooks(Callback):
     settings: BalanceSettings
     only_for: object | None = None
     _evaluation: BalancedEvaluation | None = None
+    _predicted: BalancedEvaluation | None = None
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the micro-batch that runs is a filler, which what a module or callback collects should not hold."""
+        return self._evaluation is not None and self._evaluation.is_filler
 
     def _set_up_evaluation(self, trainer: Trainer, module: LightningModule, during: str) -> None:
         """Put the plan between the user's loaders and the loop of a run, if its stage is to be balanced."""
@@ -32,7 +38,7 @@ class EvaluationHooks(Callback):
         stage = next((stage for stage in self.settings.stages if stage == balanced), None)
         if stage is None:
             return
-        evaluation = BalancedEvaluation(trainer, self.settings, stage, during=during, own=self)
+        evaluation = BalancedEvaluation(trainer, self.settings, stage, during=during)
         if self.only_for not in (None, evaluation.source):
             return
 
@@ -51,9 +57,9 @@ class EvaluationHooks(Callback):
             self._evaluation.release()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count what the loaders serve."""
+        """An evaluation begins."""
         if self._evaluation is not None:
-            self._evaluation.restart_figures()
+            self._evaluation.begin()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -77,24 +83,31 @@ class EvaluationHooks(Callback):
         if self._evaluation is None:
             return
         self._evaluation.say_figures()
+        self._predicted = None
         if trainer.predict_loop.return_predictions:
             self._evaluation.put_in_order(trainer.predict_loop.predictions)
+            self._predicted = self._evaluation
 
     def gather_predictions(self, predictions: list[Any]) -> list[Any]:
-        """The results of all ranks in the data set's order, on every rank, after ``trainer.predict``.
+        """The results of all ranks in the data set's order, on every rank, after the latest ``trainer.predict``.
 
-        A collective call: every rank calls it with what ``trainer.predict`` returned there. On one process it is what
-        was returned.
+        A collective call: every rank calls it with what ``trainer.predict`` returned there, or with something made of
+        each of its entries. On one process it is what was returned.
 
         Args:
             predictions: one output per sample of this rank; with several loaders a list of them for each.
 
         Raises:
-            ValueError: the callback has balanced no predict run, or ``predictions`` has not one output per sample.
+            ValueError: the callback has balanced no predict run that returned predictions in this process, or
+                ``predictions`` has not one output per sample.
         """
-        if self._evaluation is None or predictions is None:
+        if self._predicted is None or predictions is None:
             raise ValueError(
-                "gather_predictions takes what trainer.predict returned in a run that was balanced: add 'predict' to"
-                " BalanceCallback(stages=...), and let predict return its predictions"
+                "gather_predictions takes what trainer.predict returned in a run that was balanced: "
+                + (
+                    "let predict return its predictions (return_predictions=True, no launcher that spawns)"
+                    if "predict" in self.settings.stages
+                    else "add 'predict' to BalanceCallback(stages=...)"
+                )
             )
-        return self._evaluation.gather(predictions)
+        return self._predicted.gather(predictions)

@@ -29,7 +29,9 @@ def split_by_sample(output: Any, num_samples: int) -> list[Any]:
 
 
 def _split(output: Any, num_samples: int, name: str) -> list[Any]:
-    if isinstance(output, (Tensor, np.ndarray)):
+    if isinstance(output, (Mapping, tuple)) and not output:
+        found = f"is an empty {type(output).__name__}"
+    elif isinstance(output, (Tensor, np.ndarray)):
         if output.ndim and len(output) == num_samples:
             # Copies: a row of a tensor would keep the whole micro-batch, in memory and in files.
             return [row.clone() if isinstance(row, Tensor) else np.copy(row) for row in output]

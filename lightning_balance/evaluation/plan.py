@@ -20,7 +20,6 @@ def plan_evaluation(
     num_ranks: int,
     max_tokens: int,
     pad_to_multiple_of: int = 1,
-    oversize: str = "single",
     cost: CostFunction | None = None,
 ) -> StepPlan:
     """Plan a whole data set whose samples need no optimizer step: each one once over all ranks.
@@ -34,28 +33,28 @@ def plan_evaluation(
     Args:
         lengths: length of each sample in tokens, of shape ``(num_samples,)``.
         num_ranks: ranks that run at the same time.
-        max_tokens: hard cap on ``samples * padded length`` of a micro-batch.
+        max_tokens: hard cap on ``samples * padded length`` of a micro-batch; a longer sample runs alone, as nothing is
+            ever left out.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
-        oversize: a sample longer than ``max_tokens`` becomes a ``"single"`` micro-batch or is an ``"error"``; nothing
-            is ever left out.
         cost: modelled time of a micro-batch, by which they are dealt to ranks; None: ``CostModel()``.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or a sample is over the budget and ``oversize`` is ``"error"``.
+        ValueError: an argument is out of range.
 
     >>> plan = plan_evaluation([3, 9, 1, 2], num_ranks=1, max_tokens=9)
     >>> [plan.micro_batch(0, slot).tolist() for slot in range(plan.num_slots)]
     [[1], [0, 3, 2]]
     """
-    lengths = validate_lengths(lengths)
     rules = StepRules.checked(
         num_ranks=num_ranks, num_slots=None, max_tokens=max_tokens, sync="micro_batch",
-        pad_to_multiple_of=pad_to_multiple_of, oversize="error" if oversize == "error" else "single", max_shapes=None,
+        pad_to_multiple_of=pad_to_multiple_of, oversize="single", max_shapes=None,
     )  # fmt: skip
+    if len(lengths) == 0:
+        return _nothing(num_ranks)
+    lengths = validate_lengths(lengths)
     padded = rules.padded(lengths)
-    everything, nothing = rules.sort_out_oversize(lengths, padded)
-    order = sort_positions(everything, lengths)
+    order = sort_positions(np.arange(len(lengths)), lengths)
     in_order = padded[order]
     prepared = prepare_cost(cost, in_order, max_count=len(order), max_tokens=max_tokens)
     starts = greedy_starts(group_ends(in_order, max_tokens))
@@ -66,4 +65,14 @@ def plan_evaluation(
     costs = np.append(prepared(counts, in_order[starts[:-1]]), np.zeros(num_fillers))  # fillers come last
     deal = deal_by_cost(costs, num_ranks)
     cut = Cut(starts=starts, deal=np.where(deal < len(counts), deal, FILLER))
+    nothing = np.empty(0, dtype=np.int64)
     return build_plan(order, lengths[order], in_order, prepared, cut, sync="micro_batch", skipped=nothing)
+
+
+def _nothing(num_ranks: int) -> StepPlan:
+    """The plan of an empty data set: no micro-batch."""
+    none, no_slots = np.empty(0, dtype=np.int64), np.empty((0, num_ranks), dtype=np.int64)
+    return StepPlan(
+        order=none, starts=no_slots, num_samples=no_slots, padded_lengths=no_slots, real_tokens=no_slots,
+        costs=no_slots.astype(np.float64), skipped=none,
+    )  # fmt: skip

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 import lightning_balance
 from lightning_balance.agreement import check_equal_on_ranks, gather_objects, on_every_rank
 from lightning_balance.efficiency import cost_spread, pad_efficiency
-from lightning_balance.evaluation import _lightning
+from lightning_balance.evaluation import _lightning, list_states
 from lightning_balance.evaluation.ordering import in_order
 from lightning_balance.evaluation.plan import plan_evaluation
 from lightning_balance.evaluation.sampler import EvaluationBatchSampler
@@ -57,13 +58,14 @@ class BalancedEvaluation:
         settings: the user's options.
         stage: what is balanced.
         during: what the trainer runs, ``"fit"`` for the validation inside it, else the stage.
-        own: the callback that this belongs to, which also sees fillers.
+
+    Attributes:
+        is_filler: whether the micro-batch that runs is a filler.
     """
 
-    def __init__(
-        self, trainer: Trainer, settings: BalanceSettings, stage: Stage, *, during: str, own: Callback
-    ) -> None:
-        self._trainer, self._settings, self._stage, self._own = trainer, settings, stage, own
+    def __init__(self, trainer: Trainer, settings: BalanceSettings, stage: Stage, *, during: str) -> None:
+        self._trainer, self._settings, self._stage = trainer, settings, stage
+        self.is_filler = False
         ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         self._num_ranks, self._rank = int(ranks["num_replicas"]), int(ranks["rank"])
         self._loop = _lightning.loop_of(trainer, during)
@@ -71,6 +73,7 @@ class BalancedEvaluation:
         self._plans: list[StepPlan] = []
         self._done = np.zeros(0, dtype=np.int64)
         self._seconds = 0.0
+        self._are_ordered: list[bool] = []
 
     @property
     def source(self) -> object:
@@ -83,8 +86,9 @@ class BalancedEvaluation:
         _lightning.wrap_steps(self._loop, self._around_step)
 
     def release(self) -> None:
-        """Give the loop back as it was."""
+        """Give the loop, and the module's metrics, back as they were."""
         _lightning.release(self._loop)
+        list_states.release(self._trainer.lightning_module)
 
     # ------------------------------------------------------------------ loaders
 
@@ -98,6 +102,8 @@ class BalancedEvaluation:
         given = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
         combined = CombinedLoader(given.iterables, given._mode)
         on_every_rank(lambda: self._check(combined))
+        kind = LOADERS[self._stage]
+        check_equal_on_ranks({f"the number of {kind} loaders": len(combined.flattened)}, WAY_OUT)
         self._plans = []
         combined.flattened = [self._rebuild(loader, limit) for loader in combined.flattened]
         self.restart_figures()
@@ -113,7 +119,8 @@ class BalancedEvaluation:
             check_loader(loader, LOADERS[self._stage])
 
     def _rebuild(self, loader: DataLoader[Any], limit: int | float) -> DataLoader[Any]:
-        order = on_every_rank(lambda: read_order(loader, LOADERS[self._stage]))
+        kind = LOADERS[self._stage]
+        order = on_every_rank(lambda: read_order(loader, kind))
         lengths = self._lengths.find(loader, self._given_lengths)
         num_plain = -(-len(lengths) // (order.batch_size * self._num_ranks))
         num_limited = on_every_rank(lambda: _lightning.limited_num_batches(self._stage, num_plain, limit))
@@ -122,15 +129,28 @@ class BalancedEvaluation:
         check_equal_on_ranks(
             {
                 "lightning_balance.__version__": lightning_balance.__version__,
-                f"the number of samples of the {LOADERS[self._stage]} loader": len(lengths),
-                f"the fingerprint of the {LOADERS[self._stage]} loader's lengths": fingerprint_of(lengths),
+                f"the number of samples of the {kind} loader": len(lengths),
+                f"the fingerprint of the {kind} loader's lengths": fingerprint_of(lengths),
                 **{name: describe(value) for name, value in options.items()},
+                "oversize": self._settings.oversize,
             },
             WAY_OUT,
         )
+        on_every_rank(lambda: self._check_oversize(lengths, options["max_tokens"]))
         plan = on_every_rank(lambda: plan_evaluation(lengths, num_ranks=self._num_ranks, **options))
         self._plans.append(plan)
         return with_batch_sampler(loader, EvaluationBatchSampler(plan, self._rank))
+
+    def _check_oversize(self, lengths: NDArray[np.int64], max_tokens: int) -> None:
+        padded = round_up_to_multiple(lengths, self._settings.pad_to_multiple_of)
+        if self._settings.oversize == "error" and (padded > max_tokens).any():
+            name = "max_tokens" if self._settings.eval_max_tokens is None else "eval_max_tokens"
+            place = int(np.argmax(padded > max_tokens))
+            raise ValueError(
+                f"sample {place} of the {LOADERS[self._stage]} loader has length {lengths[place]}, above"
+                f" {name}={max_tokens}, and oversize is 'error': raise {name}, clip the samples, or set oversize to"
+                " 'single'"
+            )
 
     @property
     def _given_lengths(self) -> Any:
@@ -143,11 +163,11 @@ class BalancedEvaluation:
         settings = self._settings
         budget = settings.eval_max_tokens or settings.max_tokens
         if not isinstance(budget, int):  # no micro-batch is larger than a plain batch could be
-            budget = batch_size * int(round_up_to_multiple(lengths, settings.pad_to_multiple_of).max())
+            longest = int(round_up_to_multiple(lengths, settings.pad_to_multiple_of).max(initial=1))
+            budget = batch_size * longest
         return {
             "max_tokens": budget,
             "pad_to_multiple_of": settings.pad_to_multiple_of,
-            "oversize": settings.oversize,
             "cost": None if settings.cost == "auto" else settings.cost,
         }
 
@@ -160,17 +180,26 @@ class BalancedEvaluation:
 
     @contextmanager
     def _around_step(self, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
-        is_filler = self._plans[dataloader_idx].is_filler(self._rank, batch_idx)
-        uncounted = _lightning.counts_in_nothing(self._trainer, self._loop, dataloader_idx, self._own)
+        self.is_filler = is_filler = self._plans[dataloader_idx].is_filler(self._rank, batch_idx)
+        uncounted = _lightning.counts_in_nothing(self._trainer, self._loop, dataloader_idx)
         started = time.perf_counter()
-        with uncounted if is_filler else nullcontext():
-            yield
+        try:
+            with uncounted if is_filler else nullcontext():
+                yield
+        finally:
+            self.is_filler = False
         self._seconds += time.perf_counter() - started
         self._done[dataloader_idx] = batch_idx + 1
         if self._stage != "predict":
             _lightning.make_means_exact(self._trainer)
 
     # ------------------------------------------------------------------ figures and results
+
+    def begin(self) -> None:
+        """An evaluation begins: count from here on, and let metrics exchange what ranks have unequally often."""
+        self.restart_figures()
+        if self._num_ranks > 1:
+            list_states.exchange_unequal_lists(self._trainer.lightning_module)
 
     def restart_figures(self) -> None:
         """Count from here on."""
@@ -229,39 +258,53 @@ class BalancedEvaluation:
     def put_in_order(self, predictions: list[Any]) -> None:
         """Turn what ``trainer.predict`` is about to return into outputs of single samples, in the data set's order.
 
-        Outputs that have no entry per sample stay as they are, with a warning.
+        Outputs that have no entry per sample, on any rank, stay as they are, with a warning. A collective call.
         """
-        of_loaders = [predictions] if len(self._plans) == 1 else predictions
-        for outputs, indices in zip(of_loaders, self.served_indices(), strict=True):
+        self._are_ordered = []
+        for outputs, indices in zip(self._by_loader(predictions), self.served_indices(), strict=True):
+            ordered, fault = outputs, None
             try:
-                outputs[:] = in_order(outputs, indices)[1]
+                ordered = in_order(outputs, indices)[1]
             except ValueError as error:
+                fault = str(error)
+            faults = [fault for fault in gather_objects(fault) if fault is not None]
+            self._are_ordered.append(not faults)
+            if not faults:
+                outputs[:] = ordered
+            else:
                 rank_zero_warn(
-                    f"trainer.predict returns outputs by micro-batch, longest samples first, because {error}:"
+                    f"trainer.predict returns outputs by micro-batch, longest samples first, because {faults[0]}:"
                     " return one entry per sample from predict_step"
                 )
 
     def gather(self, predictions: list[Any]) -> list[Any]:
-        """The outputs of all ranks in the data set's order, on every rank. A collective call."""
-        is_one = len(self._plans) == 1
-        of_loaders = [predictions] if is_one else predictions
+        """The outputs of all ranks in the data set's order, on every rank. A collective call.
+
+        Raises:
+            ValueError: on every rank, when they are not those of single samples.
+        """
         gathered = []
-        for outputs, batches in zip(of_loaders, self.served_indices(), strict=True):
+        of_loaders = zip(self._by_loader(predictions), self.served_indices(), self._are_ordered, strict=True)
+        for outputs, batches, is_ordered in of_loaders:
             indices = sorted(index for batch in batches for index in batch)
-            on_every_rank(lambda outputs=outputs, indices=indices: check_one_per_sample(outputs, indices))  # type: ignore[misc]
+            on_every_rank(partial(check_one_per_sample, outputs, indices, is_ordered))
             found = dict(pair for part in gather_objects(list(zip(indices, outputs, strict=True))) for pair in part)
             gathered.append([found[index] for index in sorted(found)])
-        return gathered[0] if is_one else gathered
+        return gathered[0] if len(self._plans) == 1 else gathered
+
+    def _by_loader(self, predictions: list[Any]) -> list[Any]:
+        return [predictions] if len(self._plans) == 1 else predictions
 
 
-def check_one_per_sample(outputs: list[Any], indices: list[int]) -> None:
+def check_one_per_sample(outputs: list[Any], indices: list[int], is_ordered: bool) -> None:
     """Check that predictions are those of single samples.
 
     Raises:
-        ValueError: they are not as many as the samples.
+        ValueError: they came by micro-batch, or are not as many as the samples.
     """
-    if len(outputs) != len(indices):
+    if not is_ordered or len(outputs) != len(indices):
         raise ValueError(
-            f"gather_predictions takes what trainer.predict returned on this rank, {len(indices)} outputs, one per"
-            f" sample, got {len(outputs)}: return one entry per sample from predict_step"
+            f"gather_predictions takes what the latest trainer.predict returned on this rank, one output for each of"
+            f" {len(indices)} samples, got {len(outputs)} outputs"
+            + ("" if is_ordered else " by micro-batch: return one entry per sample from predict_step")
         )

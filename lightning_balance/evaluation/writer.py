@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_balance.agreement import from_rank_zero, on_every_rank
-from lightning_balance.evaluation.ordering import in_order
+from lightning_balance.evaluation.ordering import in_order, split_by_sample
 
 
 class OrderedPredictionWriter(BasePredictionWriter):
@@ -29,7 +29,9 @@ class OrderedPredictionWriter(BasePredictionWriter):
         output_dir: folder for the files, made if it does not exist; with several nodes one that all of them see.
 
     Raises:
-        ValueError: at the end of predict, on every rank: an output has no entry per sample, or the file of a rank
+        TypeError: ``output_dir`` is no path.
+        ValueError: in predict: ``output_dir`` is a file, a loader has no indices, an output has no entry per sample; at
+            the end of predict, on every rank: an output has no entry per sample, or the file of a rank
             is missing.
 
     Example:
@@ -38,8 +40,35 @@ class OrderedPredictionWriter(BasePredictionWriter):
     """
 
     def __init__(self, output_dir: str | Path) -> None:
-        super().__init__(write_interval="epoch")
+        super().__init__(write_interval="batch_and_epoch")
+        if not isinstance(output_dir, (str, Path)):
+            raise TypeError(f"output_dir must be a path, got {output_dir!r} ({type(output_dir).__name__})")
         self.output_dir = Path(output_dir)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the folder before anything is predicted."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "predict" and self.output_dir.exists() and not self.output_dir.is_dir():
+            raise ValueError(f"output_dir={str(self.output_dir)!r} is a file: choose a folder")
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Refuse outputs that cannot be written sample by sample at the first of them, not at the end."""
+        if batch_idx == 0:
+            if not batch_indices:
+                raise ValueError(
+                    "OrderedPredictionWriter needs to know which samples a batch has, and Lightning tells it of"
+                    " map-style data in a DataLoader only: use such a loader, or a writer of your own"
+                )
+            split_by_sample(prediction, len(batch_indices))
 
     def write_on_epoch_end(
         self,

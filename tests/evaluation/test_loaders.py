@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -270,6 +271,37 @@ def test_bad_options_are_named(options: dict[str, Any], sentence: str) -> None:
         BalanceCallback(**options)
 
 
+@pytest.mark.parametrize("value", ["auto", 1.5, True])
+def test_the_budget_of_evaluation_is_an_integer(value: Any) -> None:
+    with pytest.raises(TypeError, match="eval_max_tokens must be an integer >= 1, got"):
+        BalanceCallback(stages=["test"], eval_max_tokens=value)
+
+
+@pytest.mark.parametrize("name", ["eval_max_tokens", "max_tokens"])
+def test_integers_of_numpy_are_integers(name: str) -> None:
+    used = trainer(callbacks=[BalanceCallback(stages=["test"], **{name: np.int64(128)})])
+    used.test(Evaluates(), values_loader(RAGGED), verbose=False)
+    assert used.test_dataloaders.batch_sampler.plan.num_slots == 1
+
+
+def test_a_sample_over_the_budget_is_named() -> None:
+    for options, name in (({"eval_max_tokens": 3}, "eval_max_tokens"), ({"max_tokens": 3}, "max_tokens")):
+        balance = BalanceCallback(stages=["test"], oversize="error", **options)
+        sentence = f"sample 2 of the test loader has length 4, above {name}=3, and oversize is 'error': raise {name},"
+        with pytest.raises(ValueError, match=sentence):
+            trainer(callbacks=[balance]).test(Evaluates(), values_loader(RAGGED))
+    for oversize in ("single", "skip"):  # nothing is left out of an evaluation
+        balance = BalanceCallback(stages=["test"], oversize=oversize, eval_max_tokens=3)
+        (logged,) = trainer(callbacks=[balance]).test(Evaluates(), values_loader(RAGGED), verbose=False)
+        assert logged["mean"] == 3.5
+
+
+def test_an_empty_loader_among_others_has_no_batches() -> None:
+    used = trainer(callbacks=[BalanceCallback(stages=["predict"])])
+    found = used.predict(Evaluates(), [values_loader([1, 2]), values_loader([])])
+    assert [len(predictions) for predictions in found] == [2, 0]
+
+
 def test_the_order_of_stages_does_not_matter() -> None:
     assert BalanceCallback(stages=["test", "fit"]).settings.stages == ("fit", "test")
 
@@ -281,11 +313,25 @@ def evaluate_other_data() -> None:
     trainer("ddp", 2, callbacks=[BalanceCallback(stages=["test"])]).test(Evaluates(), values_loader(data))
 
 
-def test_ranks_with_other_data_stop_with_one_sentence() -> None:
+def evaluate_other_loaders() -> None:
+    import os
+
+    loaders = [values_loader(RAGGED)] * (1 + int(os.environ["RANK"]))
+    trainer("ddp", 2, callbacks=[BalanceCallback(stages=["test"])]).test(Evaluates(), loaders)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (evaluate_other_data, "the fingerprint of the test loader's lengths"),
+        (evaluate_other_loaders, "the number of test loaders"),
+    ],
+)
+def test_ranks_with_other_data_stop_with_one_sentence(function: Callable[[], None], what: str) -> None:
     with pytest.raises(RanksError) as error:
-        run_ranks(evaluate_other_data, 2, timeout_s=40)
+        run_ranks(function, 2, timeout_s=40)
     for output in error.value.outputs:
-        assert "the fingerprint of the test loader's lengths differs between ranks" in output
+        assert f"{what} differs between ranks" in output
 
 
 def test_weights_stay_out_of_evaluation() -> None:

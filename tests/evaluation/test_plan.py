@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,12 +55,14 @@ def test_rank_zero_has_samples_where_any_rank_has() -> None:
     assert not plan_evaluation([3], num_ranks=4, max_tokens=8).is_filler(0, 0)
 
 
-def test_a_sample_over_the_budget_runs_alone_or_is_an_error() -> None:
-    for oversize in ("single", "skip"):  # nothing is left out of an evaluation
-        plan = plan_evaluation([9, 1, 1], num_ranks=1, max_tokens=4, oversize=oversize)
-        assert [plan.micro_batch(0, slot).tolist() for slot in range(2)] == [[0], [1, 2]]
-    with pytest.raises(ValueError, match=r"lengths\[0\] is 9 .*above max_tokens=4"):
-        plan_evaluation([9, 1, 1], num_ranks=1, max_tokens=4, oversize="error")
+def test_a_sample_over_the_budget_runs_alone() -> None:
+    plan = plan_evaluation([9, 1, 1], num_ranks=1, max_tokens=4)
+    assert [plan.micro_batch(0, slot).tolist() for slot in range(2)] == [[0], [1, 2]]
+
+
+def test_nothing_has_a_plan_without_micro_batches() -> None:
+    plan = plan_evaluation([], num_ranks=3, max_tokens=4)
+    assert (plan.num_slots, plan.num_ranks) == (0, 3)
 
 
 def test_a_million_samples_are_planned_in_seconds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_balance import BalanceCallback, OrderedPredictionWriter
@@ -156,7 +157,9 @@ def test_outputs_that_are_not_of_samples_stay_as_they_are_with_a_warning(tmp_pat
     with pytest.warns(UserWarning, match=sentence):
         predictions = used.predict(ReturnsTheMean(), values_loader([9, 1, 1]))
     assert [float(output["loss"]) for output in predictions] == [0.0, 1.5]
-    with pytest.raises(ValueError, match="3 outputs, one per sample, got 2: return one entry per sample"):
+    with pytest.raises(
+        ValueError, match="each of 3 samples, got 2 outputs by micro-batch: return one entry per sample"
+    ):
         balance.gather_predictions(predictions)
     used, _ = balanced("single", 1, OrderedPredictionWriter(tmp_path))
     with pytest.raises(ValueError, match="which has no entry for each of"):
@@ -169,6 +172,74 @@ def test_gathering_needs_a_balanced_run() -> None:
     assert len(predictions) == 4  # the user's own batches
     with pytest.raises(ValueError, match="add 'predict' to BalanceCallback"):
         balance.gather_predictions(predictions)
+
+
+def predict_and_go_on() -> Any:
+    """Predictions are gathered after other runs, and of micro-batches of one sample each, which look like samples."""
+    used, balance = balanced("ddp", 2, eval_max_tokens=4)
+    predictions = used.predict(Evaluates(), values_loader([5, 1, 3, 2, 4, 6]))
+    used.validate(Evaluates(), values_loader([1, 2, 3, 4, 5, 6]), verbose=False)
+    gathered = as_values(balance.gather_predictions(predictions))
+    means = trainer("ddp", 2, callbacks=[balance]).predict(ReturnsTheMean(), values_loader([4, 3, 4, 3]))
+    try:
+        balance.gather_predictions(means)
+    except ValueError as error:
+        return gathered, str(error)
+    return gathered, None
+
+
+def test_predictions_are_gathered_as_they_were_made_or_not_at_all() -> None:
+    for gathered, error in run_ranks(predict_and_go_on, 2, timeout_s=60):
+        assert gathered == [0, 1, 2, 3, 4, 5]
+        assert error is not None
+        assert "got 2 outputs by micro-batch: return one entry per sample" in error
+
+
+def test_predictions_that_were_not_returned_cannot_be_gathered() -> None:
+    used, balance = balanced()
+    used.predict(Evaluates(), values_loader(RAGGED), return_predictions=False)
+    with pytest.raises(ValueError, match="let predict return its predictions"):
+        balance.gather_predictions([])
+
+
+class OneRankReturnsMeans(Evaluates):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return batch["value"].mean() if self.global_rank == 1 else batch["value"]
+
+
+def predict_means_on_one_rank() -> tuple[int, list[str]]:
+    used, _ = balanced("ddp", 2, eval_max_tokens=6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        predictions = used.predict(OneRankReturnsMeans(), values_loader([2] * 12))
+    return len(predictions), [str(warning.message) for warning in caught]
+
+
+def test_a_rank_whose_outputs_are_not_of_samples_is_told_of_on_rank_zero() -> None:
+    (zero, told), (one, _) = run_ranks(predict_means_on_one_rank, 2, timeout_s=60)
+    assert zero == one == 2  # both by micro-batch
+    assert any("returns outputs by micro-batch" in sentence for sentence in told)
+
+
+def test_a_folder_that_is_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="output_dir must be a path, got None"):
+        OrderedPredictionWriter(None)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    module = Evaluates()
+    with pytest.raises(ValueError, match="is a file: choose a folder"):
+        trainer(callbacks=[OrderedPredictionWriter(tmp_path / "file")]).predict(module, values_loader(RAGGED))
+    assert not module.seen
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Values(RAGGED)[index] for index in range(2))
+
+
+def test_the_writer_needs_indices(tmp_path: Path) -> None:
+    loader = DataLoader(Stream(), batch_size=2, collate_fn=collate)
+    with pytest.raises(ValueError, match="OrderedPredictionWriter needs to know which samples a batch has"):
+        trainer(callbacks=[OrderedPredictionWriter(tmp_path)]).predict(Evaluates(), loader)
 
 
 def test_a_subset_and_joined_data_sets_have_their_own_order() -> None:
@@ -222,6 +293,8 @@ def test_outputs_are_taken_apart(output: Any, expected: list[Any]) -> None:
         ({"loss": torch.tensor(1.0)}, r"output\['loss'\] has the shape \(\)"),
         ((torch.ones(2), "text"), r"output\[1\] is a str"),
         (None, "is a NoneType"),
+        ((), "is an empty tuple"),
+        ({"value": torch.ones(2), "states": ()}, r"output\['states'\] is an empty tuple"),
     ],
 )
 def test_outputs_that_cannot_be_taken_apart_say_which_part(output: Any, sentence: str) -> None:
