@@ -19,6 +19,7 @@ LAYERS = {
         "cost",
         "efficiency",
         "epoch",
+        "evaluation.plan",
         "lookahead",
         "micro_batches",
         "partition",
@@ -32,7 +33,18 @@ LAYERS = {
         "unbalanced",
         "validation",
     ),
-    1: ("_reinstantiation", "agreement", "lengths", "memory", "metrics", "sampler"),
+    1: (
+        "_reinstantiation",
+        "agreement",
+        "evaluation.fillers",
+        "evaluation.list_states",
+        "evaluation.ordering",
+        "evaluation.sampler",
+        "lengths",
+        "memory",
+        "metrics",
+        "sampler",
+    ),
 }
 FOREIGN_TO = {
     0: ("torch", "lightning", "torchmetrics", "transformers", "datasets"),
@@ -60,7 +72,7 @@ def name_of(path):
 
 
 def layer_of(name):
-    return next((layer for layer, names in LAYERS.items() if name.split(".")[0] in names), 2)
+    return next((layer for layer, names in LAYERS.items() if any(f"{name}.".startswith(f"{n}.") for n in names)), 2)
 
 
 def imports_of(path):
