@@ -88,7 +88,8 @@ class BalancedEvaluation:
     def release(self) -> None:
         """Give the loop, and the module's metrics, back as they were."""
         _lightning.release(self._loop)
-        list_states.release(self._trainer.lightning_module)
+        if self._trainer.lightning_module is not None:  # a run may fail before it has one
+            list_states.release(self._trainer.lightning_module)
 
     # ------------------------------------------------------------------ loaders
 
