@@ -76,20 +76,15 @@ def train(options: dict[str, Any] | None, num_steps: int, length: int) -> tuple[
     return times.medians()
 
 
-def main() -> None:
-    """Run, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--length", type=int, default=256)
-    options = parser.parse_args()
-    figures: dict[str, Any] = {"num_rounds": options.rounds, "num_steps": options.steps, "length": options.length}
-    train(None, WARM_UP_STEPS + 2, options.length)
+def measure(*, num_rounds: int, num_steps: int, length: int) -> dict[str, Any]:
+    """Return the figures of every mode."""
+    figures: dict[str, Any] = {"num_rounds": num_rounds, "num_steps": num_steps, "length": length}
+    train(None, WARM_UP_STEPS + 2, length)
     for mode, of_callback in MODES.items():
         rounds = []
-        for index in range(options.rounds):
+        for index in range(num_rounds):
             pair = [None, of_callback] if index % 2 else [of_callback, None]  # neither is always the first
-            measured = {chosen is None: train(chosen, options.steps, options.length) for chosen in pair}
+            measured = {chosen is None: train(chosen, num_steps, length) for chosen in pair}
             rounds.append((measured[True], measured[False]))
         ratios = np.array([[ours / plain for plain, ours in zip(*pair, strict=True)] for pair in rounds])
         figures[mode] = {
@@ -98,6 +93,17 @@ def main() -> None:
             "ratio_wall": [float(value) for value in np.quantile(ratios[:, 1], [0.5, 0, 1])],
         }
         print(mode, figures[mode], flush=True)
+    return figures
+
+
+def main() -> None:
+    """Run, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--length", type=int, default=256)
+    options = parser.parse_args()
+    figures = measure(num_rounds=options.rounds, num_steps=options.steps, length=options.length)
     print(save("overhead", figures, command=command_line("overhead")))
 
 

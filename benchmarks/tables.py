@@ -340,6 +340,15 @@ def end_to_end(data: Json, strategy: str) -> str:
     )  # fmt: skip
 
 
+def overhead(data: Json) -> str:
+    """Return the table of what the callback costs on samples of one length."""
+    rows = []
+    for mode in ("rebalance", "token budget", "rebalance, token means"):
+        median, low, high = data[mode]["ratio_wall"]
+        rows.append([mode, seconds(data[mode]["plain_step_s"]), f"{median:.3f} ({low:.3f} - {high:.3f})"])
+    return markdown(["", "plain Lightning, a step", "time over plain, median and range of rounds"], rows)
+
+
 def evaluation(data: Json) -> str:
     """Return the table of predict with plain batches and with a budget."""
     rows = [
@@ -373,6 +382,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "end_to_end_ddp": ("end_to_end", lambda data: end_to_end(data, "ddp")),
     "end_to_end_fsdp2": ("end_to_end", lambda data: end_to_end(data, "FSDP2")),
     "evaluation": ("evaluation", evaluation),
+    "overhead": ("overhead", overhead),
     "plan_demo": ("plan_report", plan_demo),
     "plan_million": ("plan_report", plan_million),
     "plan_reading": ("plan_report", plan_reading),

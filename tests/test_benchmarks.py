@@ -16,6 +16,7 @@ from benchmarks import (
     lookahead,
     optimality,
     oracles,
+    overhead,
     peers,
     plan_report,
     planner,
@@ -29,7 +30,7 @@ from lightning_balance import CostModel, plan_epoch, plan_step
 from lightning_balance.report import summarize
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 150), 2, 200).astype(np.int64)
-TABLES_OF_TRAINING = {"calibration", "end_to_end_ddp", "end_to_end_fsdp2"}
+TABLES_OF_TRAINING = {"calibration", "end_to_end_ddp", "end_to_end_fsdp2", "overhead"}
 SHAPE = planner.Shape(num_ranks=2, num_slots=2, batch_size=4)
 
 
@@ -258,6 +259,8 @@ def test_tables_of_scripts_that_train_come_out_too(tmp_path):
     words = ["--data.num_functions", "40", "--calibrate.num_repeats", "1", "--calibrate.max_tokens", "512"]
     runs = [calibration.calibrate(words)]
     environment.save("calibration", {"runs": runs}, command="python -m benchmarks.calibration", folder=tmp_path)
+    steps = overhead.measure(num_rounds=1, num_steps=overhead.WARM_UP_STEPS + 2, length=16)
+    environment.save("overhead", steps, command="python -m benchmarks.overhead", folder=tmp_path)
     for name in TABLES_OF_TRAINING:
         check_table(name, tmp_path)
 
