@@ -284,9 +284,10 @@ class BalancedEvaluation:
         Raises:
             ValueError: on every rank, when they are not those of single samples.
         """
+        of_loaders = self._by_loader(predictions)
+        on_every_rank(partial(check_one_per_loader, of_loaders, len(self._plans)))
         gathered = []
-        of_loaders = zip(self._by_loader(predictions), self.served_indices(), self._are_ordered, strict=True)
-        for outputs, batches, is_ordered in of_loaders:
+        for outputs, batches, is_ordered in zip(of_loaders, self.served_indices(), self._are_ordered, strict=True):
             indices = sorted(index for batch in batches for index in batch)
             on_every_rank(partial(check_one_per_sample, outputs, indices, is_ordered))
             found = dict(pair for part in gather_objects(list(zip(indices, outputs, strict=True))) for pair in part)
@@ -295,6 +296,19 @@ class BalancedEvaluation:
 
     def _by_loader(self, predictions: list[Any]) -> list[Any]:
         return [predictions] if len(self._plans) == 1 else predictions
+
+
+def check_one_per_loader(of_loaders: list[Any], num_loaders: int) -> None:
+    """Check that predictions are those of so many loaders.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(of_loaders) != num_loaders:
+        raise ValueError(
+            f"gather_predictions takes what the latest trainer.predict returned on this rank, a list for each of"
+            f" {num_loaders} loaders, got {len(of_loaders)} entries"
+        )
 
 
 def check_one_per_sample(outputs: list[Any], indices: list[int], is_ordered: bool) -> None:

@@ -53,6 +53,8 @@ def test_several_loaders_keep_their_places() -> None:
     assert as_values(first) == list(range(7))
     assert as_values(second) == [0, 1, 2]
     assert balance.gather_predictions([first, second]) == [first, second]
+    with pytest.raises(ValueError, match="a list for each of 2 loaders, got 10 entries"):
+        balance.gather_predictions(first + second)
 
 
 def predict_on_ranks(strategy: str) -> list[Any]:
