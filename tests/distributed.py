@@ -134,6 +134,14 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
+def end_process_group() -> None:
+    """End the process group of this process: an interpreter that ends with a live one may abort, as threads run."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _start_rank(
     workdir: Path, rank: int, num_ranks: int, port: int, timeout_s: float, env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
@@ -196,9 +204,7 @@ def _main(workdir: Path, timeout_s: float) -> None:
     function, args = pickle.loads((workdir / "call.pkl").read_bytes())
     result = function(*args)
     (workdir / f"result{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
-    if torch.distributed.is_initialized():
-        # An interpreter that ends with a live group may abort: its threads are still running.
-        torch.distributed.destroy_process_group()
+    end_process_group()
     # What threads of a process group do while the interpreter ends is not what the function did.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_balance as lb
+from tests.distributed import end_process_group
 from tests.toys import IGNORED, ScalarModel, equal_samples, loader, trainer
 
 LENGTHS = [1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3, 6, 6, 1, 9, 2, 8, 1, 3, 5, 4]
@@ -236,6 +237,7 @@ def after_sigterm(place: dict[str, Any], folder: Path) -> None:
 def main(scenario: str, place: str, folder: str) -> None:
     torch.set_num_threads(1)
     globals()[scenario](json.loads(place), Path(folder))
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -70,7 +70,10 @@ class EvaluationHooks(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the loaders served."""
-        if self._evaluation is not None and not trainer.barebones:
+        if self._evaluation is None:
+            return
+        self._evaluation.prepare_exchange()
+        if not trainer.barebones:
             self._evaluation.log_figures(pl_module)
 
     on_test_epoch_start = on_validation_epoch_start
@@ -101,7 +104,11 @@ class EvaluationHooks(Callback):
             ValueError: the callback has balanced no predict run that returned predictions in this process, or
                 ``predictions`` has not one output per sample.
         """
-        if self._predicted is None or predictions is None:
+        if predictions is None:
+            raise ValueError(
+                "gather_predictions takes what trainer.predict returned, which is None: nothing was predicted"
+            )
+        if self._predicted is None:
             raise ValueError(
                 "gather_predictions takes what trainer.predict returned in a run that was balanced: "
                 + (

@@ -197,8 +197,12 @@ class BalancedEvaluation:
     # ------------------------------------------------------------------ figures and results
 
     def begin(self) -> None:
-        """An evaluation begins: count from here on, and let metrics exchange what ranks have unequally often."""
+        """An evaluation begins."""
         self.restart_figures()
+        self.prepare_exchange()
+
+    def prepare_exchange(self) -> None:
+        """Let metrics, also those that were made meanwhile, exchange what ranks have unequally often."""
         if self._num_ranks > 1:
             list_states.exchange_unequal_lists(self._trainer.lightning_module)
 

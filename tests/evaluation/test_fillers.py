@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torchmetrics import CatMetric, MeanMetric, Metric, MinMaxMetric
-from torchmetrics.classification import BinaryAccuracy
+from torchmetrics import (
+    CatMetric,
+    MeanMetric,
+    Metric,
+    MetricCollection,
+)
+from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 from torchmetrics.text import ROUGEScore
+from torchmetrics.wrappers import BootStrapper, MetricTracker, MinMaxMetric, Running
 
 from lightning_balance import BalanceCallback
 from lightning_balance.agreement import gather_objects
@@ -132,6 +140,82 @@ def test_no_metric_counts_a_filler(strategy: str, num_ranks: int) -> None:
         of_ranks = run_ranks(collect, num_ranks, strategy, num_ranks, sets, budget, timeout_s=150)[0]
         for place, lengths in enumerate(sets):
             check(of_ranks, lengths, place)
+
+
+class Caches(Evaluates):
+    """Computes metrics in every hook, so that what is cached on one rank has to be cached on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.called, self.other = MeanMetric(), MeanMetric(), MeanMetric()
+        self.bootstrapped = BootStrapper(MeanMetric(), num_bootstraps=3, raw=True)
+        self.tracked = MetricTracker(MeanMetric(), maximize=False)
+        self.running = Running(MeanMetric(), window=2)
+        self.composed = self.called + self.other
+        self.grouped = MetricCollection(
+            {"low": BinaryPrecision(threshold=0.05), "high": BinaryPrecision(threshold=0.9)}
+        )
+        self.kept: Any = None
+        self.found: list[Any] = []
+
+    def on_test_epoch_start(self) -> None:
+        self.early.update(5.0)
+        self.tracked.increment()
+        assert float(self.early.compute()) == 5.0
+        self.made_here = Numbers(None, torch.float32)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        value = batch["value"]
+        if batch_idx == 0:
+            self.made_in_step = CatMetric()
+        self.called(value)
+        self.bootstrapped(value)
+        self.tracked(value)
+        self.running(value)
+        self.composed(value)
+        self.grouped.update(value / 10, (value % 2).long())
+        self.made_here.update(value)
+        self.made_in_step.update(value)
+        self.kept = pickle.loads(pickle.dumps(self.called)), copy.deepcopy(self.called)
+
+    def on_test_epoch_end(self) -> None:
+        self.found = [
+            float(self.early.compute()), float(self.called.compute()), float(self.tracked.compute()),
+            self.made_here.compute().reshape(-1).tolist(), sorted(self.made_in_step.compute().reshape(-1).tolist()),
+            float(self.composed.compute()), self.bootstrapped.compute()["raw"].numel(),
+            [float(value) for value in self.grouped.compute().values()],
+        ]  # fmt: skip
+        for kept in self.kept:  # copies count as ever
+            before = kept.weight.clone()
+            kept(100.0)
+            kept.update(100.0)
+            assert float(kept.weight - before) == 2.0
+
+
+def cache(strategy: str, num_ranks: int, of_loaders: list[list[int]]) -> list[Any]:
+    found = []
+    for lengths in of_loaders:
+        module = Caches()
+        used = trainer(strategy, num_ranks, callbacks=[BalanceCallback(stages=["test"], eval_max_tokens=1)])
+        for _ in range(2):
+            used.test(module, values_loader(lengths, first=1.0), verbose=False)
+            found.append(module.found)
+            for metric in (module.early, module.called, module.other, module.grouped):
+                metric.reset()
+        hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()]
+        assert not any(hooks)
+        assert not any("_sync_dist" in vars(part) for part in module.modules())
+    return found
+
+
+def test_what_is_cached_on_one_rank_is_cached_on_all() -> None:
+    of_loaders = [ONE_FILLER, [1], [1, 1]]
+    alone = cache("single", 1, of_loaders)
+    for of_rank in run_ranks(cache, 2, "ddp", 2, of_loaders, timeout_s=120):
+        assert len(of_rank) == len(alone) == 6
+        for found, expected in zip(of_rank, alone, strict=True):
+            assert found[:5] == expected[:5]
+            assert found[6:] == expected[6:]
 
 
 class LooksAround(Evaluates):
