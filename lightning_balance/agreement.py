@@ -20,12 +20,12 @@ MAX_RANKS_NAMED = 8
 """An error names so many of the ranks that have one value, and counts the others."""
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order; ``[value]`` without a process group. A collective call."""
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """``value`` of every rank (of a group), in rank order; ``[value]`` without a process group. A collective call."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_balance.agreement import gather_objects
 
 
 def exchange_unequal_lists(module: nn.Module) -> None:
@@ -45,11 +46,12 @@ def _sync_dist(
         Metric._sync_dist(metric, dist_sync_fn, process_group)
         return
     group = process_group or metric.process_group
-    kinds = _gather({name: _kind(state, metric._reductions[name]) for name, state in lists.items()}, group)
+    kinds = gather_objects({name: _kind(state, metric._reductions[name]) for name, state in lists.items()}, group)
     if all(kind == kinds[0] for kind in kinds):
         Metric._sync_dist(metric, dist_sync_fn, process_group)
         return
-    gathered = _gather({name: [_moved(entry, "cpu") for entry in state] for name, state in lists.items()}, group)
+    own = {name: [_moved(entry, "cpu") for entry in state] for name, state in lists.items()}
+    gathered = gather_objects(own, group)
     for name in lists:
         setattr(metric, name, [])
     Metric._sync_dist(metric, dist_sync_fn, process_group)  # the states that are tensors
@@ -67,12 +69,6 @@ def _kind(state: list[Any], reduction: Any) -> Any:
     # Several entries are joined to one, numbers to a vector.
     ndim, dtype = kinds[0] or (0, "")
     return ndim if len(state) == 1 else max(ndim, 1), dtype
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def _moved(entry: Any, device: Any) -> Any:

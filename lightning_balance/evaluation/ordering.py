@@ -69,8 +69,20 @@ def in_order(outputs: Iterable[Any], indices: Iterable[Sequence[int]]) -> tuple[
         >>> in_order([["b", "a"], ["c"]], [[1, 0], [2]])
         ([0, 1, 2], ['a', 'b', 'c'])
     """
+    return join(
+        (samples, split_by_sample(output, len(samples))) for output, samples in zip(outputs, indices, strict=True)
+    )
+
+
+def join(parts: Iterable[tuple[Sequence[int], Sequence[Any]]]) -> tuple[list[int], list[Any]]:
+    """Join parts, each the indices of samples and an output for each, in ascending order of indices, each once.
+
+    Example:
+        >>> join([([3, 0], ["d", "a"]), ([1], ["b"])])
+        ([0, 1, 3], ['a', 'b', 'd'])
+    """
     found: dict[int, Any] = {}
-    for output, samples in zip(outputs, indices, strict=True):
-        found.update(zip(samples, split_by_sample(output, len(samples)), strict=True))
+    for indices, outputs in parts:
+        found.update(zip(indices, outputs, strict=True))
     ordered = sorted(found)
     return ordered, [found[index] for index in ordered]

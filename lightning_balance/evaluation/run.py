@@ -19,7 +19,7 @@ import lightning_balance
 from lightning_balance.agreement import check_equal_on_ranks, gather_objects, on_every_rank
 from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.evaluation import _lightning, list_states
-from lightning_balance.evaluation.ordering import in_order
+from lightning_balance.evaluation.ordering import in_order, join
 from lightning_balance.evaluation.plan import plan_evaluation
 from lightning_balance.evaluation.sampler import EvaluationBatchSampler
 from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
@@ -182,10 +182,11 @@ class BalancedEvaluation:
     @contextmanager
     def _around_step(self, batch_idx: int, dataloader_idx: int) -> Iterator[None]:
         self.is_filler = is_filler = self._plans[dataloader_idx].is_filler(self._rank, batch_idx)
-        uncounted = _lightning.counts_in_nothing(self._trainer, self._loop, dataloader_idx)
         started = time.perf_counter()
         try:
-            with uncounted if is_filler else nullcontext():
+            with (
+                _lightning.counts_in_nothing(self._trainer, self._loop, dataloader_idx) if is_filler else nullcontext()
+            ):
                 yield
         finally:
             self.is_filler = False
@@ -294,8 +295,7 @@ class BalancedEvaluation:
         for outputs, batches, is_ordered in zip(of_loaders, self.served_indices(), self._are_ordered, strict=True):
             indices = sorted(index for batch in batches for index in batch)
             on_every_rank(partial(check_one_per_sample, outputs, indices, is_ordered))
-            found = dict(pair for part in gather_objects(list(zip(indices, outputs, strict=True))) for pair in part)
-            gathered.append([found[index] for index in sorted(found)])
+            gathered.append(join(gather_objects((indices, outputs)))[1])
         return gathered[0] if len(self._plans) == 1 else gathered
 
     def _by_loader(self, predictions: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_balance.agreement import from_rank_zero, on_every_rank
-from lightning_balance.evaluation.ordering import in_order, split_by_sample
+from lightning_balance.evaluation.ordering import in_order, join, split_by_sample
 
 
 class OrderedPredictionWriter(BasePredictionWriter):
@@ -101,11 +101,9 @@ class OrderedPredictionWriter(BasePredictionWriter):
                 f"output_dir={str(self.output_dir)!r} does not hold {', '.join(missing)}, which other ranks have"
                 " written: choose a folder that all nodes see"
             )
-        found: dict[int, Any] = {}
-        for path in paths:
-            part = torch.load(path, weights_only=False)  # just written here, and predictions may be anything
-            found.update(zip(part["indices"], part["predictions"], strict=True))
-        ordered = sorted(found)
-        self._write(self.output_dir / f"{name}.pt", ordered, [found[index] for index in ordered])
+        # Just written here, and predictions may be anything.
+        parts = (torch.load(path, weights_only=False) for path in paths)
+        joined = join((part["indices"], part["predictions"]) for part in parts)
+        self._write(self.output_dir / f"{name}.pt", *joined)
         for path in paths:
             path.unlink()
