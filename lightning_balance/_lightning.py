@@ -351,6 +351,15 @@ def will_log_step(trainer: Trainer) -> bool:
     return trainer._logger_connector.should_update_logs or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
+def data_parallel_ranks(trainer: Trainer) -> tuple[int, int]:
+    """Number of data-parallel ranks, and this process's; tensor-parallel peers share one.
+
+    Missing: the trainer says it in the form of a sampler's arguments, and nothing where there is one process.
+    """
+    ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    return int(ranks["num_replicas"]), int(ranks["rank"])
+
+
 def data_parallel_group(trainer: Trainer) -> dist.ProcessGroup | None:
     """Process group over which gradients are averaged; None for all ranks, or for a single process.
 

@@ -59,9 +59,7 @@ class SamplerFactory:
     """
 
     def __init__(self, trainer: Trainer, settings: BalanceSettings) -> None:
-        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        self.num_ranks: int = ranks["num_replicas"]
-        self.rank: int = ranks["rank"]
+        self.num_ranks, self.rank = _lightning.data_parallel_ranks(trainer)
         self.accumulation: int = trainer.accumulate_grad_batches
         self.sync = _planned_sync(trainer, settings)
         self.order: LoaderOrder | None = None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import lightning_balance
+from lightning_balance._lightning import data_parallel_ranks
 from lightning_balance.agreement import check_equal_on_ranks, gather_objects, on_every_rank
 from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.evaluation import _lightning, list_states
@@ -66,8 +67,7 @@ class BalancedEvaluation:
     def __init__(self, trainer: Trainer, settings: BalanceSettings, stage: Stage, *, during: str) -> None:
         self._trainer, self._settings, self._stage = trainer, settings, stage
         self.is_filler = False
-        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        self._num_ranks, self._rank = int(ranks["num_replicas"]), int(ranks["rank"])
+        self._num_ranks, self._rank = data_parallel_ranks(trainer)
         self._loop = _lightning.loop_of(trainer, during)
         self._lengths = LengthsOfRanks(trainer, settings)
         self._plans: list[StepPlan] = []
