@@ -47,6 +47,13 @@ class Totals:
     waited_seconds: float = 0.0
     planning_seconds: float = 0.0
 
+    def add(self, other: Totals) -> None:
+        """Add those of other steps; the largest micro-batch is the larger one."""
+        largest = max(self.largest_micro_batch, other.largest_micro_batch)
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        self.largest_micro_batch = largest
+
     @property
     def pad_efficiency(self) -> float:
         """Real over padded tokens."""
@@ -161,22 +168,24 @@ class RunMonitor:
         plan, num_slots = place.plan, place.num_slots
         costs = plan.costs[:num_slots]
         synchronised = costs if self.sync == "micro_batch" else costs.sum(axis=0, keepdims=True)
-        spread = cost_spread(synchronised)
         padded = plan.padded_tokens[:num_slots]
-        for totals in (self.run, self._since_log):
-            totals.num_steps += 1
-            totals.num_micro_batches += padded.size
-            totals.num_samples += place.num_samples
-            totals.real_tokens += place.real_tokens
-            totals.padded_tokens += int(padded.sum())
-            totals.spread_sum += spread * len(synchronised)
-            totals.num_synchronisations += len(synchronised)
-            totals.largest_micro_batch = max(totals.largest_micro_batch, int(padded.max()))
-            totals.modelled_samples += place.num_samples
-            totals.modelled_time += float(synchronised.max(axis=1).sum())
-            totals.seconds += seconds
-            totals.waited_seconds += waited
-            totals.planning_seconds += planned
+        step = Totals(
+            num_steps=1,
+            num_micro_batches=padded.size,
+            num_samples=place.num_samples,
+            real_tokens=place.real_tokens,
+            padded_tokens=int(padded.sum()),
+            spread_sum=cost_spread(synchronised) * len(synchronised),
+            num_synchronisations=len(synchronised),
+            largest_micro_batch=int(padded.max()),
+            modelled_samples=place.num_samples,
+            modelled_time=float(synchronised.max(axis=1).sum()),
+            seconds=seconds,
+            waited_seconds=waited,
+            planning_seconds=planned,
+        )
+        self.run.add(step)
+        self._since_log.add(step)
         real, run = self._pending_tokens
         own = plan.real_tokens[:num_slots, self.rank], padded[:, self.rank]
         self._pending_tokens = real + int(own[0].sum()), run + int(own[1].sum())
