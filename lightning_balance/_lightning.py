@@ -21,6 +21,8 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 LoaderTransform = Callable[[Any], DataLoader[Any]]
+BROADCAST = "_broadcast_sigterm_tensor"
+"""Method of the training epoch loop that begins every batch on several ranks."""
 
 
 def intercept_train_dataloader(trainer: Trainer, transform: LoaderTransform) -> None:
@@ -372,6 +374,44 @@ def data_parallel_group(trainer: Trainer) -> dist.ProcessGroup | None:
     return None
 
 
-def synchronises_every_micro_batch(trainer: Trainer) -> bool:
-    """Whether ranks exchange gradients in every backward, also inside an accumulation window (FSDP)."""
+def exchanges_every_micro_batch(trainer: Trainer) -> bool:
+    """Whether ranks exchange parameters or gradients inside every forward and backward (FSDP)."""
     return isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
+
+
+def waits_every_micro_batch(trainer: Trainer) -> bool:
+    """Whether ranks wait for each other in every micro-batch, also inside an accumulation window.
+
+    FSDP exchanges there. Under DDP gradients are not exchanged, but the loop tells all ranks before every batch whether
+    a signal to end has come (PL#20825, PL#21487).
+
+    Missing: a public way to know that; a release without ``_broadcast_sigterm_tensor`` waits once a step.
+    """
+    return exchanges_every_micro_batch(trainer) or (
+        trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, BROADCAST)
+    )
+
+
+def around_broadcasts(trainer: Trainer, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call functions before and after every broadcast of the loop, in which ranks wait for each other under DDP.
+
+    Missing: a hook before a batch is fetched. The instance attribute shadows the method until
+    :func:`release_broadcasts`; nothing happens in a release that has no such broadcast.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not hasattr(loop, BROADCAST):
+        return
+
+    def broadcast() -> None:
+        begin()
+        try:
+            getattr(type(loop), BROADCAST)(loop)
+        finally:
+            end()
+
+    setattr(loop, BROADCAST, broadcast)
+
+
+def release_broadcasts(trainer: Trainer) -> None:
+    """Undo :func:`around_broadcasts`; nothing if there was none."""
+    trainer.fit_loop.epoch_loop.__dict__.pop(BROADCAST, None)

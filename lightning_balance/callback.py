@@ -59,7 +59,8 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
             other than ``ignore_index``, ``"causal_token_mean"`` the same without each sequence's first label (as causal
             language models shift them), ``"sum"`` no mean but a sum, or a function ``batch -> units``.
         seed: seed of the shuffle; default that of ``seed_everything``, else 0.
-        sync: when ranks wait for each other: ``"micro_batch"``, ``"step"``, or ``"auto"``: by strategy.
+        sync: when ranks wait for each other: ``"micro_batch"``, ``"step"``, or ``"auto"``: as strategy
+            and Lightning's loop make them.
         step_unit: ``"samples"``: a fixed number of samples per step; ``"tokens"``: ``accumulate_grad_batches``
             micro-batches per rank, each filled to ``max_tokens``.
         lookahead: number of consecutive steps of the shuffle that may exchange samples; more balance, less randomness.
@@ -149,7 +150,7 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
                 device=pl_module.device,
                 rank=self._fit.factory.rank,
                 is_alone=self._fit.factory.num_ranks == 1,
-                sync=self._fit.factory.sync,
+                exchanges_every_micro_batch=_lightning.exchanges_every_micro_batch(trainer),
             )
         # Lightning does not call on_train_epoch_start for an epoch that continues after a restart.
         self._fit.continue_epoch(trainer.current_epoch)
@@ -171,7 +172,7 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
         if self._fit.renew_cost():
             self._report.monitor.forget_modelled_time()
         self._fit.begin_epoch(trainer.current_epoch)
-        self._report.monitor.restart_clock()
+        self._report.monitor.begin_epoch()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Find the micro-batch's place in its optimizer step, and begin the step's weights."""
@@ -347,6 +348,7 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
             self._control = None
         self._release_evaluation()
         _lightning.release_train_dataloader(trainer)
+        _lightning.release_broadcasts(trainer)
         if self._fit is not None:
             self._fit.close()
 

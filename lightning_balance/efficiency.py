@@ -107,8 +107,9 @@ def slot_efficiency(costs: npt.ArrayLike) -> float:
 def modelled_time(costs: npt.ArrayLike, sync: Literal["micro_batch", "step"] = "micro_batch") -> float:
     """Cost of the slowest path through one optimizer step.
 
-    ``micro_batch``: ranks wait for each other in every slot (FSDP), ``sum over slots of max over ranks``.
-    ``step``: they wait once, after the last slot (DDP accumulation), ``max over ranks of sum over slots``.
+    ``micro_batch``: ranks wait for each other in every slot (FSDP, DDP under Lightning), ``sum over slots of max over
+    ranks``.
+    ``step``: they wait once, after the last slot (DDP accumulation by itself), ``max over ranks of sum over slots``.
 
     Guarantee:
         ``step`` never exceeds ``micro_batch``.

@@ -104,7 +104,7 @@ class RunMonitor:
         self.run = Totals()
         self._clock = clock
         self._since_log = Totals()
-        self._window_started = clock()
+        self._window_started: float | None = None
         self._paused_at: float | None = None
         self.pad_efficiency = PadEfficiency().to(device)
         self.cost_spread = CostSpread().to(device)
@@ -120,21 +120,31 @@ class RunMonitor:
         self._pending_tokens = 0, 0
         self._pending_costs: list[NDArray[np.float64]] = []
 
-    def begin_micro_batch(self) -> None:
-        """Start to count what the micro-batch waits."""
+    def begin_wait(self) -> None:
+        """Start to count what this rank waits: before a micro-batch, and where the loop asks all ranks before it."""
         if self._wait_clock is not None:
             self._wait_clock.start()
+
+    def end_wait(self) -> None:
+        """Add what was waited to the step."""
+        if self._wait_clock is not None:
+            self._waited_seconds += self._wait_clock.stop()
+
+    def begin_micro_batch(self) -> None:
+        """Start an epoch's clock with its first micro-batch, and count what the micro-batch waits."""
+        if self._window_started is None:
+            self._window_started = self._clock()
+        self.begin_wait()
 
     def end_micro_batch(self) -> None:
         """Add what the micro-batch waited to its step, and read what it needed where the counter can be restarted."""
         if self.peak_memory.restart_window:
             self.peak_memory.update()
-        if self._wait_clock is not None:
-            self._waited_seconds += self._wait_clock.stop()
+        self.end_wait()
 
-    def restart_clock(self) -> None:
-        """Do not count what came before now, such as the setup of an epoch."""
-        self._window_started = self._clock()
+    def begin_epoch(self) -> None:
+        """Count time from the epoch's first micro-batch: start of workers and of other callbacks is no step."""
+        self._window_started = None
 
     def forget_modelled_time(self) -> None:
         """Begin to sum modelled time anew: another cost has other units."""
@@ -150,7 +160,8 @@ class RunMonitor:
         if self._paused_at is not None:
             if self.peak_memory.restart_window:
                 restart_accelerator_peak()  # validation is no micro-batch
-            self._window_started += self._clock() - self._paused_at
+            if self._window_started is not None:
+                self._window_started += self._clock() - self._paused_at
             self._paused_at = None
 
     def end_step(self, place: Place, *, planning_seconds: float = 0.0) -> None:
@@ -164,6 +175,7 @@ class RunMonitor:
         self._planned_before = planning_seconds
         waited, self._waited_seconds = self._waited_seconds, 0.0
         now = self._clock()
+        assert self._window_started is not None, "a step ends without having begun"
         seconds, self._window_started = now - self._window_started, now
         plan, num_slots = place.plan, place.num_slots
         costs = plan.costs[:num_slots]

@@ -27,6 +27,7 @@ class RunReport:
         self._of_ranks = RankFigures(peaks={}, waited_seconds=())
         self._histograms = StepHistograms(trainer)
         self.monitor = RunMonitor(rank=fit.factory.rank, sync=fit.factory.sync, device=module.device)
+        _lightning.around_broadcasts(trainer, self.monitor.begin_wait, self.monitor.end_wait)
 
     def end_micro_batch(self, place: Place) -> None:
         """Count a micro-batch, and a step that ends with it; log when the loggers write. Then a collective call."""

@@ -145,7 +145,7 @@ class SamplerFactory:
         if self.online is None:
             return False
         of_ranks, online = gather_objects(self.online.measured), self.online
-        if self.sync == "micro_batch":
+        if _lightning.exchanges_every_micro_batch(self._trainer):
             measured = slowest_per_slot(of_ranks, online.model)
         else:
             measured = [row for rows in of_ranks for row in rows]
@@ -274,4 +274,4 @@ def _seed(settings: BalanceSettings) -> int:
 def _planned_sync(trainer: Trainer, settings: BalanceSettings) -> PlannedSync:
     if settings.sync != "auto":
         return settings.sync
-    return "micro_batch" if _lightning.synchronises_every_micro_batch(trainer) else "step"
+    return "micro_batch" if _lightning.waits_every_micro_batch(trainer) else "step"

@@ -43,6 +43,33 @@ def fit(*callbacks: Callback, model: ScalarModel | None = None, num_samples: int
     return model
 
 
+# --- when ranks wait --------------------------------------------------------------------------------------------------
+
+
+def run_with_broadcasts_watched() -> tuple[bool, int, int, bool]:
+    calls: list[str] = []
+
+    def watch(run: Trainer) -> None:
+        _lightning.around_broadcasts(run, lambda: calls.append("begin"), lambda: calls.append("end"))
+
+    seen = fit(At(on_train_start=watch), strategy="ddp", num_ranks=2, accumulate_grad_batches=2)
+    assert calls == ["begin", "end"] * (len(calls) // 2)
+    waits = _lightning.waits_every_micro_batch(seen.trainer)
+    _lightning.release_broadcasts(seen.trainer)
+    return waits, len(calls) // 2, len(seen.served), _lightning.BROADCAST in vars(seen.trainer.fit_loop.epoch_loop)
+
+
+def test_the_loop_of_several_ranks_waits_before_every_batch_also_inside_a_window() -> None:
+    for waits, num_broadcasts, num_batches, is_watched in run_ranks(run_with_broadcasts_watched, 2):
+        assert waits, "the loop does not ask all ranks any more: sync='auto' is 'step' under DDP again"
+        assert num_broadcasts == num_batches == 3
+        assert not is_watched
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    assert not _lightning.waits_every_micro_batch(trainer())
+
+
 # --- the training loader ----------------------------------------------------------------------------------------------
 
 
@@ -391,7 +418,7 @@ def run_groups() -> list[tuple[int, bool, int, int]]:
         seen = At(
             on_train_start=lambda trainer: (
                 torch.distributed.get_world_size(_lightning.data_parallel_group(trainer)),
-                _lightning.synchronises_every_micro_batch(trainer),
+                _lightning.exchanges_every_micro_batch(trainer),
                 trainer.distributed_sampler_kwargs["num_replicas"],
                 trainer.distributed_sampler_kwargs["rank"],
             )
@@ -412,7 +439,7 @@ def test_gradients_are_averaged_over_the_group_that_is_reported() -> None:
 def test_a_single_process_has_no_group_and_does_not_synchronise() -> None:
     run = trainer()
     assert _lightning.data_parallel_group(run) is None
-    assert not _lightning.synchronises_every_micro_batch(run)
+    assert not _lightning.exchanges_every_micro_batch(run)
     assert run.distributed_sampler_kwargs is None
 
 

@@ -85,7 +85,7 @@ def train(mode: Mode, arguments: dict[str, Any], place: tuple[str, int] = ("sing
 
 def planned(mode: Mode, arguments: dict[str, Any], place: tuple[str, int] = ("single", 1)) -> list[Epoch]:
     accumulate = arguments.get("accumulate_grad_batches", mode.accumulate)
-    sync = "micro_batch" if place[0] == "fsdp2" else "step"
+    sync = "micro_batch" if place[1] > 1 else "step"
     return dataclasses.replace(mode, accumulate=accumulate).epochs(9, place[1], sync)
 
 

@@ -16,17 +16,17 @@ class Stopwatch:
 
     What is timed depends on when ranks wait for each other:
 
-    - one rank, or FSDP (``sync="micro_batch"``): forward and backward of every slot. Under FSDP the time is that of the
-      slot's slowest rank.
-    - DDP (``sync="step"``): forward and backward of every slot but the window's last, whose backward waits for the
-      other ranks. A window of one slot is timed by its forward alone.
+    - one rank, or FSDP: forward and backward of every slot. Under FSDP, which exchanges inside of them, the time is
+      that of the slot's slowest rank.
+    - DDP: forward and backward of every slot but the window's last, whose backward waits for the other ranks. A window
+      of one slot is timed by its forward alone.
 
     Args:
         online: takes the times.
         device: what to wait for.
         rank: this data-parallel rank.
         is_alone: whether there is no other rank.
-        sync: when ranks wait for each other.
+        exchanges_every_micro_batch: whether ranks exchange inside every forward and backward.
         clock: seconds, monotonic.
     """
 
@@ -37,13 +37,13 @@ class Stopwatch:
         device: torch.device,
         rank: int,
         is_alone: bool,
-        sync: str,
+        exchanges_every_micro_batch: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._online = online
         self._device = device
         self._rank = rank
-        self._waits_in_last_slot = not is_alone and sync == "step"
+        self._waits_in_last_slot = not is_alone and not exchanges_every_micro_batch
         self._clock = clock
         self._place: Place | None = None
         self._started = 0.0

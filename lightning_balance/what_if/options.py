@@ -12,8 +12,10 @@ __all__ = ["SYNC_NAMES", "PlanOptions", "Sync"]
 
 Sync = Literal["micro_batch", "step"]
 
-SYNC_NAMES: dict[str, Sync] = {"fsdp": "micro_batch", "ddp": "step", "micro_batch": "micro_batch", "step": "step"}
-"""When ranks wait for each other, by the strategy that makes them wait or by its own name."""
+SYNC_NAMES: dict[str, Sync] = {
+    "fsdp": "micro_batch", "ddp": "micro_batch", "micro_batch": "micro_batch", "step": "step",
+}  # fmt: skip
+"""When ranks wait for each other, by strategy or by its own name. Lightning makes DDP wait in every micro-batch, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def describe_lengths(comparison: Comparison, source: str) -> str:
 def describe_run(comparison: Comparison) -> str:
     """Return the run that is compared, in one line."""
     options = comparison.options
-    waits = {"micro_batch": "ranks wait in every micro-batch (FSDP)", "step": "ranks wait once a step (DDP)"}
+    waits = {"micro_batch": "ranks wait in every micro-batch", "step": "ranks wait once a step"}
     return (
         f"{options.num_ranks:,} ranks x {options.num_slots:,} accumulated x {options.batch_size:,} samples = "
         f"{options.samples_per_step:,} samples per optimizer step; {waits[options.sync]}"
