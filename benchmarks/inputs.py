@@ -1,4 +1,4 @@
-"""Lengths to plan: drawn from known distributions, or read from profiles of real data."""
+"""What to plan: lengths, drawn from known distributions or read from profiles of real data, and the shape of a step."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ class Profile:
     source: str
     lengths: NDArray[np.int64]
     is_control: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Ranks, slots and samples of a step."""
+
+    num_ranks: int = 8
+    num_slots: int = 4
+    batch_size: int = 8
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        return self.num_ranks * self.num_slots * self.batch_size
 
 
 def draw(kind: str, rng: np.random.Generator, count: int, longest: int = 4096) -> NDArray[np.int64]:

@@ -1,10 +1,15 @@
-"""What does the callback cost where it has nothing to gain: samples of one length, in one process?
+"""What does the callback cost where it has nothing to gain: samples of one length?
 
-Baseline: plain Lightning on the same batches. Both train the demo's model in turn, in the same process; a run's figure
-is the median of its steps, a round's is the ratio of two runs that follow each other. Steps are timed from batch end to
-batch end, so that planning, weighting, the clock and the loggers are in them, and logging is on at every tenth step.
+Baseline: plain Lightning on the same batches in one process. Both train the demo's model in short runs that follow
+each other, in the other order every round; a run's figure is the median of its steps, a round's is the ratio of its two
+runs. The median over many rounds stands with its 95 % interval (bootstrap), because a step repeated on this kind of
+machine differs by more than what is measured. Steps are timed from batch end to batch end, so that planning,
+weighting, the clock and the loggers are in them; metrics are logged as often as Lightning does by default.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.overhead        # about 4 minutes; writes results/overhead.json
+Beside it the time inside the callback's own hooks, as a share of its steps: exact, but without what it does elsewhere
+(planning, the weight in backward).
+
+    OMP_NUM_THREADS=1 python -m benchmarks.overhead        # about 12 minutes; writes results/overhead.json
 """
 
 from __future__ import annotations
@@ -12,99 +17,134 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
-from time import perf_counter, process_time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from benchmarks.environment import command_line, save
+from benchmarks import environment
+from benchmarks.training import Job
 from lightning_balance import BalanceCallback
-from lightning_balance.demo import CausalLM
 
+BATCH_SIZE = 8
 WARM_UP_STEPS = 5
-MODES: dict[str, dict[str, Any]] = {
-    "rebalance": {},
-    "token budget": {"max_tokens": 8 * 256},
-    "rebalance, token means": {"loss_reduction": "causal_token_mean"},
+HOOKS = (
+    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+MODES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "rebalance": lambda length: {},
+    "token budget": lambda length: {"max_tokens": BATCH_SIZE * length},
+    "rebalance, token means": lambda length: {"loss_reduction": "causal_token_mean"},
 }
 
 
-class StepTimes(Callback):
-    """Processor and wall-clock seconds from one batch's end to the next one's."""
+class TimedBalance(BalanceCallback):
+    """Adds up the seconds inside the hooks that run in every step."""
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, float]] = []
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seconds = 0.0
+        for name in HOOKS:
+            setattr(self, name, self._timed(getattr(self, name)))
+
+    def _timed(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            begun = perf_counter()
+            hook(*arguments)
+            self.seconds += perf_counter() - begun
+
+        return run
+
+
+class StepTimes(Callback):
+    """Seconds from one batch's end to the next one's."""
+
+    def __init__(self, job: Job) -> None:
+        self.marks: list[float] = []
+        self._job = job
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Note the time."""
-        self.marks.append((process_time(), perf_counter()))
+        self._job.synchronise()
+        self.marks.append(perf_counter())
 
-    def medians(self) -> tuple[float, float]:
-        """Median of processor and of wall-clock seconds of a step."""
-        steps = np.diff(np.array(self.marks[WARM_UP_STEPS:]), axis=0)
-        return float(np.median(steps[:, 0])), float(np.median(steps[:, 1]))
+    def steps(self) -> NDArray[np.float64]:
+        """Seconds of each step after the first few."""
+        return np.diff(np.array(self.marks[WARM_UP_STEPS:]))
 
 
-def train(options: dict[str, Any] | None, num_steps: int, length: int) -> tuple[float, float]:
-    """Train so many steps of 8 samples, plain where there are no options; return a step's seconds."""
-    samples = [{"input_ids": torch.arange(length) % 97, "labels": torch.arange(length) % 97}] * (8 * num_steps)
-    loader = DataLoader(samples, batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a list is a dataset
-    torch.manual_seed(0)
-    times = StepTimes()
-    balance = (
-        [] if options is None else [BalanceCallback(lengths=[length] * len(samples), print_summary=False, **options)]
-    )
+def train(job: Job, balance: BalanceCallback | None, num_steps: int, length: int) -> NDArray[np.float64]:
+    """Train so many steps of 8 samples; returns the seconds of each."""
+    samples = [{"input_ids": torch.arange(length) % 97, "labels": torch.arange(length) % 97}] * (BATCH_SIZE * num_steps)
+    loader = DataLoader(samples, batch_size=BATCH_SIZE, shuffle=True)  # type: ignore[arg-type]  # a list is a dataset
+    times = StepTimes(job)
+    callbacks: list[Callback] = [times] if balance is None else [balance, times]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=num_steps,
-            callbacks=[*balance, times],
-            logger=CSVLogger(folder),
-            log_every_n_steps=10,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(CausalLM(hidden_size=64), loader)
-    return times.medians()
+        trainer = job.trainer("auto", callbacks, max_steps=num_steps, logger=CSVLogger(folder))
+        trainer.fit(job.model(), loader)
+    return times.steps()
 
 
-def measure(*, num_rounds: int, num_steps: int, length: int) -> dict[str, Any]:
+def interval(values: NDArray[np.float64]) -> list[float]:
+    """Return the median and its 95 % interval, from 10,000 bootstrap samples.
+
+    >>> interval(np.array([1.0, 1.0, 1.0]))
+    [1.0, 1.0, 1.0]
+    """
+    drawn = np.random.default_rng(0).choice(values, size=(10_000, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return [float(np.median(values)), float(low), float(high)]
+
+
+def measure(job: Job, *, num_rounds: int, num_steps: int, length: int) -> dict[str, Any]:
     """Return the figures of every mode."""
-    figures: dict[str, Any] = {"num_rounds": num_rounds, "num_steps": num_steps, "length": length}
-    train(None, WARM_UP_STEPS + 2, length)
-    for mode, of_callback in MODES.items():
-        rounds = []
+    figures: dict[str, Any] = {
+        "job": asdict(job), "num_rounds": num_rounds, "num_steps": num_steps, "length": length, "modes": {},
+    }  # fmt: skip
+    train(job, None, WARM_UP_STEPS + 2, length)
+    for mode, options_of in MODES.items():
+        options = {"lengths": [length] * BATCH_SIZE * num_steps, "print_summary": False, **options_of(length)}
+        rounds, hooks = [], []
         for index in range(num_rounds):
-            pair = [None, of_callback] if index % 2 else [of_callback, None]  # neither is always the first
-            measured = {chosen is None: train(chosen, num_steps, length) for chosen in pair}
+            measured = {}
+            for is_plain in (True, False) if index % 2 else (False, True):  # neither is always the first
+                balance = None if is_plain else BalanceCallback(**options)
+                measured[is_plain] = float(np.median(train(job, balance, num_steps, length)))
             rounds.append((measured[True], measured[False]))
-        ratios = np.array([[ours / plain for plain, ours in zip(*pair, strict=True)] for pair in rounds])
-        figures[mode] = {
-            "plain_step_s": float(np.median([plain[1] for plain, _ in rounds])),
-            "ratio_processor": [float(value) for value in np.quantile(ratios[:, 0], [0.5, 0, 1])],
-            "ratio_wall": [float(value) for value in np.quantile(ratios[:, 1], [0.5, 0, 1])],
+        for _ in range(3):
+            timed = TimedBalance(**options)
+            steps = train(job, timed, num_steps, length)
+            hooks.append(timed.seconds / num_steps / float(np.median(steps)))
+        figures["modes"][mode] = {
+            "plain_step_s": float(np.median([plain for plain, _ in rounds])),
+            "time_over_plain": interval(np.array([ours / plain for plain, ours in rounds])),
+            "share_of_hooks": float(np.median(hooks)),
         }
-        print(mode, figures[mode], flush=True)
+        print(mode, figures["modes"][mode], flush=True)
     return figures
 
 
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
+    Job.add_options(parser, num_ranks=1)
     options = parser.parse_args()
-    figures = measure(num_rounds=options.rounds, num_steps=options.steps, length=options.length)
-    print(save("overhead", figures, command=command_line("overhead")))
+    figures = measure(Job.of(options), num_rounds=options.rounds, num_steps=options.steps, length=options.length)
+    command = environment.command_line("overhead", out="DIR")
+    print(environment.save("overhead", figures, command=command, folder=options.out))
 
 
 if __name__ == "__main__":

@@ -20,27 +20,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks import environment, peers
-from benchmarks.inputs import Profile, read_profiles, synthetic_profiles
+from benchmarks.inputs import Profile, Shape, read_profiles, synthetic_profiles
 from benchmarks.served import ServedEpoch, figures_of
 from benchmarks.timing import alternate
 from lightning_balance import plan_epoch
 from lightning_balance.epoch import EpochPlan
 
 SEED = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Ranks, slots and samples of a step."""
-
-    num_ranks: int = 8
-    num_slots: int = 4
-    batch_size: int = 8
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of an optimizer step over all ranks."""
-        return self.num_ranks * self.num_slots * self.batch_size
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,7 +15,7 @@ Sync = Literal["micro_batch", "step"]
 SYNC_NAMES: dict[str, Sync] = {
     "fsdp": "micro_batch", "ddp": "micro_batch", "micro_batch": "micro_batch", "step": "step",
 }  # fmt: skip
-"""When ranks wait for each other, by strategy or by its own name. Lightning makes DDP wait in every micro-batch, too."""
+"""When ranks wait for each other, by strategy or by name; Lightning makes DDP wait in every micro-batch, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

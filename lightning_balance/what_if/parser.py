@@ -79,7 +79,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--sync",
         choices=tuple(SYNC_NAMES),
         default="fsdp",
-        help="when ranks wait: in every micro-batch (fsdp, ddp, micro_batch: Lightning does it under both) or once a step (fsdp)",
+        help="when ranks wait: in every micro-batch (fsdp, ddp or micro_batch: Lightning does it under both),"
+        " or once a step (fsdp)",
     )
     add("--seed", type=int, default=0, metavar="N", help="seed of the shuffle (0)")
     add("--epoch", type=int, default=0, metavar="N", help="number of the epoch (0)")

@@ -1,6 +1,5 @@
 """The benchmark scripts at tiny sizes: wrappers are honest, oracles agree, tables come out."""
 
-import argparse
 import json
 import sys
 from itertools import product
@@ -9,29 +8,26 @@ import numpy as np
 import pytest
 
 from benchmarks import (
-    calibration,
-    end_to_end,
     environment,
     evaluation,
     lookahead,
     optimality,
     oracles,
-    overhead,
     peers,
     plan_report,
     planner,
     scale,
-    tables,
 )
-from benchmarks.inputs import Profile, clip_for, draw, read_profiles, synthetic_profiles
+from benchmarks.inputs import Profile, Shape, clip_for, draw, read_profiles, synthetic_profiles
 from benchmarks.served import ServedEpoch, figures_of
+from benchmarks.tables import documents
 from benchmarks.timing import alternate
 from lightning_balance import CostModel, plan_epoch, plan_step
 from lightning_balance.report import summarize
+from tests.benchmarks.tables import TRAINING_SCRIPTS, check_table
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 150), 2, 200).astype(np.int64)
-TABLES_OF_TRAINING = {"calibration", "end_to_end_ddp", "end_to_end_fsdp2", "overhead"}
-SHAPE = planner.Shape(num_ranks=2, num_slots=2, batch_size=4)
+SHAPE = Shape(num_ranks=2, num_slots=2, batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -233,53 +229,19 @@ def test_results_hold_versions_hardware_and_command_but_no_folder(results, monke
     assert command == "python -m benchmarks.planner --lengths DIR --runs 2"
 
 
-def check_table(name, folder):
-    lines = tables.table(name, folder).splitlines()
-    num_columns = lines[0].count("|")
-    assert len(lines) >= 5
-    assert all(line.count("|") == num_columns for line in lines[:-2])
-    assert lines[-1].startswith("`python -m benchmarks.")
-
-
-@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - TABLES_OF_TRAINING))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, (script, _) in documents.TABLES.items() if script not in TRAINING_SCRIPTS)
+)
 def test_every_table_comes_from_the_saved_figures(results, name):
     check_table(name, results)
 
 
-@pytest.mark.slow
-def test_tables_of_scripts_that_train_come_out_too(tmp_path):
-    sizes = argparse.Namespace(steps=1, rounds=1, hidden_size=16, strategies=["ddp", "FSDP2"])
-    figures = end_to_end.measure(sizes)
-    environment.save("end_to_end", figures, command="python -m benchmarks.end_to_end", folder=tmp_path)
-    for strategy in sizes.strategies:
-        of_ceiling = figures[strategy][end_to_end.CEILING]
-        assert of_ceiling["pad_efficiency"] == of_ceiling[f"over {end_to_end.CEILING}"][0] == 1.0
-        assert all(0 < values["pad_efficiency"] <= 1 for values in figures[strategy].values())
-        assert figures[strategy][end_to_end.PLAIN]["peak_mib"] >= figures[strategy]["rebalance"]["peak_mib"]
-    words = ["--data.num_functions", "40", "--calibrate.num_repeats", "1", "--calibrate.max_tokens", "512"]
-    runs = [calibration.calibrate(words)]
-    environment.save("calibration", {"runs": runs}, command="python -m benchmarks.calibration", folder=tmp_path)
-    steps = overhead.measure(num_rounds=1, num_steps=overhead.WARM_UP_STEPS + 2, length=16)
-    environment.save("overhead", steps, command="python -m benchmarks.overhead", folder=tmp_path)
-    for name in TABLES_OF_TRAINING:
-        check_table(name, tmp_path)
-
-
-def test_the_ceiling_has_full_and_equal_micro_batches():
-    lengths = np.arange(1, 33)
-    even = end_to_end.without_padding(lengths)
-    batches = end_to_end.micro_batches_of(end_to_end.CEILING, even, seed=0)
-    assert sorted(np.concatenate(batches).tolist()) == list(range(32))
-    assert all(len(set(even[batch].tolist())) == 1 for batch in batches)
-    assert [even[batches[place]].sum() for place in (0, 2)] == [even[batches[place]].sum() for place in (1, 3)]
-
-
 def test_tables_are_written_between_their_markers_and_nowhere_else(results):
     text = "before\n<!-- table: scale_batch -->\nold\n<!-- end -->\nafter\n"
-    written = tables.write_tables(text, results)
+    written = documents.write_tables(text, results)
     assert "old" not in written
-    assert tables.table("scale_batch", results) in written
-    assert tables.write_tables(written, results) == written
+    assert documents.table("scale_batch", results) in written
+    assert documents.write_tables(written, results) == written
     assert written.startswith("before\n")
     assert written.endswith("\nafter\n")
 

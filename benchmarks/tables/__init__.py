@@ -1,0 +1,1 @@
+"""Print the tables of the documentation from the saved figures; write them into documents."""
