@@ -45,8 +45,10 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run_with_lightning(command: str, args: list[str] | None) -> None:
     if command == "calibrate":
         from lightning_balance.probing.command import CalibrateCLI
+        from lightning_balance.settings import without_cost_files
 
-        CalibrateCLI(args=args)
+        with without_cost_files():  # a config may name the file that is to be written
+            CalibrateCLI(args=args)
     else:
         from lightning_balance.lightning_cli import BalanceCLI
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from math import inf
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,6 +32,8 @@ OVERSIZE: tuple[Oversize, ...] = ("single", "error", "skip")
 DEFAULT_MEMORY_FRACTION = 0.9
 STEP_UNITS: tuple[StepUnit, ...] = ("samples", "tokens")
 STAGES: tuple[Stage, ...] = ("fit", "validate", "test", "predict")
+
+_reads_cost_files: ContextVar[bool] = ContextVar("_reads_cost_files", default=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # arrays among the values: compare by differing_options
@@ -71,6 +76,7 @@ class BalanceSettings:
     print_summary: bool = True
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.max_tokens == "auto":
             check_memory(self.memory_fraction, self.memory_limit_gib)
         elif (self.memory_fraction, self.memory_limit_gib) != (DEFAULT_MEMORY_FRACTION, None):
@@ -84,6 +90,7 @@ class BalanceSettings:
             numbers.append("max_tokens")
         for name in (*numbers, "pad_to_multiple_of", "lookahead"):
             object.__setattr__(self, name, check_positive_int(name, getattr(self, name)))  # Python's own integers
+        object.__setattr__(self, "ignore_index", int(self.ignore_index))
         check_choice("oversize", self.oversize, OVERSIZE)
         check_choice("sync", self.sync, SYNCS)
         check_choice("step_unit", self.step_unit, STEP_UNITS)
@@ -103,8 +110,21 @@ class BalanceSettings:
             )
         object.__setattr__(self, "loss_reduction", _resolve_loss_reduction(self.loss_reduction))
         object.__setattr__(self, "cost", _resolve_cost(self.cost))
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(f"seed must be an integer >= 0 or None (take it from seed_everything), got {self.seed!r}")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", _check_seed(self.seed))
+
+    def _check_types(self) -> None:
+        """Refuse values that the checks of ranges could not read, or that Python would take for something else."""
+        if not _is_number(self.ignore_index, Integral):
+            raise TypeError(f"ignore_index must be an integer, got {_typed(self.ignore_index)}")
+        if not isinstance(self.label_key, str):
+            raise TypeError(f"label_key must be a string, the key of a batch's labels, got {_typed(self.label_key)}")
+        if not isinstance(self.print_summary, (bool, np.bool_)):
+            raise TypeError(f"print_summary must be True or False, got {_typed(self.print_summary)}")
+        if self.lengths_cache_dir is not None and not isinstance(self.lengths_cache_dir, (str, os.PathLike)):
+            raise TypeError(
+                f"lengths_cache_dir must be the path of a folder, or None, got {_typed(self.lengths_cache_dir)}"
+            )
 
     def differing_options(self, other: BalanceSettings) -> list[str]:
         """Names of the options whose values are not equal.
@@ -231,15 +251,34 @@ def check_memory(fraction: float, limit_gib: float | None) -> None:
     """Check the share and the limit of memory that a search for ``max_tokens`` may use.
 
     Raises:
+        TypeError: one is no number.
         ValueError: one is out of its range.
 
     Example:
         >>> check_memory(0.9, None)
     """
+    if not _is_number(fraction, Real):
+        raise TypeError(f"memory_fraction must be a number above 0 and at most 1, got {_typed(fraction)}")
+    if limit_gib is not None and not _is_number(limit_gib, Real):
+        raise TypeError(f"memory_limit_gib must be a finite number above 0, or None, got {_typed(limit_gib)}")
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction must be above 0 and at most 1, got {fraction!r}")
     if limit_gib is not None and not 0 < limit_gib < inf:
         raise ValueError(f"memory_limit_gib must be a finite number above 0, or None, got {limit_gib!r}")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, (bool, np.bool_))
+
+
+def _typed(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _check_seed(seed: Any) -> int:
+    if not _is_number(seed, Integral) or seed < 0:
+        raise ValueError(f"seed must be an integer >= 0 or None (take it from seed_everything), got {seed!r}")
+    return int(seed)
 
 
 def _check_stages(stages: Any) -> tuple[Stage, ...]:
@@ -261,11 +300,21 @@ def _resolve_loss_reduction(value: Any) -> Any:
     )
 
 
+@contextmanager
+def without_cost_files() -> Iterator[None]:
+    """Settings made inside take the default cost where a file is named, whether it exists or not."""
+    token = _reads_cost_files.set(False)
+    try:
+        yield
+    finally:
+        _reads_cost_files.reset(token)
+
+
 def _resolve_cost(value: Any) -> Any:
     if callable(value) or value == "auto":
         return value
     if isinstance(value, (str, os.PathLike)) and str(value).endswith(SUFFIXES):
-        return read_cost_file(value)
+        return read_cost_file(value) if _reads_cost_files.get() else CostModel()
     if isinstance(value, str) and "." in value:
         return import_callable(value, "cost")
     raise TypeError(

@@ -91,6 +91,20 @@ def test_a_data_module_that_balances_itself_is_calibrated_within_its_own_budget(
     assert max(point["num_samples"] * point["padded_length"] for point in points) == 256
 
 
+@pytest.mark.parametrize("old", [None, "version: 9\nintercept: 1\nalpha: 0"])
+def test_a_config_may_name_the_file_that_is_to_be_written(old, in_process, tmp_path):
+    (tmp_path / "use.yaml").write_text(
+        "trainer: {callbacks: [{class_path: lightning_balance.BalanceCallback, init_args: {cost: cost.yaml}}]}\n"
+    )
+    if old is not None:
+        (tmp_path / "cost.yaml").write_text(old)
+    words = ["--config", DEMO, "--config", "use.yaml", *ONE_PROCESS[:-4], "--num_cpu_processes", "null"]
+    with pytest.raises((SystemExit, ValueError)):
+        main(["fit", *words])
+    main(["calibrate", *words, "--calibrate.num_repeats", "1"])
+    assert BalanceCallback(cost="cost.yaml").settings.cost == read_cost_file("cost.yaml")
+
+
 def test_the_budget_finder_prints_what_it_tried(in_process, tmp_path, capsys):
     main(["calibrate", "--config", DEMO, *ONE_PROCESS, "--find-max-tokens", "--calibrate.memory_limit_gib", "0.01"])
     output = capsys.readouterr().out

@@ -84,6 +84,22 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"cost": "no.such.function"}, "cost='no.such.function' is not an importable function"),
     ({"cost": "cheap"}, "TypeError: cost must be a CostModel, a function (num_samples, padded_length) -> cost"),
     ({"cost": 3.0}, "got 3.0"),
+    (
+        {"max_tokens": "auto", "memory_fraction": "0.5"},
+        "TypeError: memory_fraction must be a number above 0 and at most 1, got '0.5' (str)",
+    ),
+    ({"max_tokens": "auto", "memory_fraction": None}, "got None (NoneType)"),
+    (
+        {"max_tokens": "auto", "memory_limit_gib": "2"},
+        "TypeError: memory_limit_gib must be a finite number above 0, or None, got '2' (str)",
+    ),
+    ({"max_tokens": "auto", "memory_limit_gib": True}, "got True (bool)"),
+    ({"seed": True}, "seed must be an integer >= 0 or None (take it from seed_everything), got True"),
+    ({"ignore_index": "-100"}, "TypeError: ignore_index must be an integer, got '-100' (str)"),
+    ({"ignore_index": 0.5}, "TypeError: ignore_index must be an integer, got 0.5 (float)"),
+    ({"label_key": 5}, "TypeError: label_key must be a string, the key of a batch's labels, got 5 (int)"),
+    ({"print_summary": "no"}, "TypeError: print_summary must be True or False, got 'no' (str)"),
+    ({"lengths_cache_dir": 7}, "TypeError: lengths_cache_dir must be the path of a folder, or None, got 7 (int)"),
 ]
 
 
