@@ -121,6 +121,7 @@ class BalancedFit:
         if self._changed_max_tokens is not None:
             sampler.set_max_tokens(self._changed_max_tokens, sampler.plan.begin.num_micro_batches)
         on_every_rank(lambda: None if self._restored is None else self._load(sampler, self._restored))
+        self.factory.warn_of_skipped(sampler, sampler.epoch)
         self._announce_steps()
         return with_batch_sampler(loader, sampler)
 
@@ -253,6 +254,7 @@ class BalancedFit:
         is_over = num_batches >= self.num_batches_of_epoch
         steps_of_epoch = 0 if is_over else sampler.progress(num_batches).num_steps
         on_every_rank(lambda: sampler.set_max_tokens(max_tokens, None if is_over else num_batches))
+        self.factory.warn_of_skipped(sampler, sampler.epoch + is_over)
         self._changed_max_tokens = max_tokens
         self._steps_before = sampler.epoch + is_over, num_steps - steps_of_epoch
         self._steps_of_epoch.clear()

@@ -68,7 +68,7 @@ class SamplerFactory:
         self.memory_bounds = [settings.memory_fraction, settings.memory_limit_gib]
         self._trainer = trainer
         self._lengths = LengthsOfRanks(trainer, settings)
-        self._has_warned_of_skipped = False
+        self._warned_of_skipped: tuple[int, int | None] | None = None
         self.can_run = False
 
     def make(self, loader: Any) -> BalancedBatchSampler:
@@ -88,7 +88,6 @@ class SamplerFactory:
                 self._settle_budget(loader)
             sampler = on_every_rank(lambda: self._make(lengths, order))
         self._check_agreement(sampler)
-        self._warn_of_skipped(sampler)
         return sampler
 
     def find_lengths(self, loader: DataLoader[Any]) -> NDArray[np.int64]:
@@ -219,13 +218,14 @@ class SamplerFactory:
             )
         return sampler
 
-    def _warn_of_skipped(self, sampler: BalancedBatchSampler) -> None:
-        num_skipped = len(sampler.plan.skipped)
-        if num_skipped and not self._has_warned_of_skipped:
-            self._has_warned_of_skipped = True
+    def warn_of_skipped(self, sampler: BalancedBatchSampler, epoch: int) -> None:
+        """Say how many samples an epoch leaves out, once for a budget."""
+        num_skipped = len(sampler.plan_for(epoch).skipped)
+        if num_skipped and self._warned_of_skipped != (num_skipped, sampler.max_tokens):
+            self._warned_of_skipped = num_skipped, sampler.max_tokens
             rank_zero_warn(
                 f"oversize='skip': {num_skipped} of {len(sampler.lengths)} samples are longer than"
-                f" max_tokens={self.settings.max_tokens} and are left out"
+                f" max_tokens={sampler.max_tokens} and are left out"
             )
 
     def _check_agreement(self, sampler: BalancedBatchSampler) -> None:
