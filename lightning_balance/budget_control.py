@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_balance.agreement import from_rank_zero
-from lightning_balance.control import RunDescription, end_run, take_request
+from lightning_balance.control import RunDescription, begin_run, end_run, take_request
 from lightning_balance.fitting import BalancedFit
 
 DEFAULT_EVERY_N_STEPS = 50
@@ -31,8 +32,7 @@ class BudgetControl:
         self._every_n_steps = 1 if trainer.world_size == 1 else trainer.log_every_n_steps or DEFAULT_EVERY_N_STEPS  # type: ignore[attr-defined]
         self._requested: int | None = None
         log_dir = trainer.log_dir if trainer.loggers and not trainer.fast_dev_run else None  # type: ignore[attr-defined]
-        self._folder = Path(log_dir) if log_dir is not None and trainer.is_global_zero else None
-        self._describe()
+        self._folder = self._watch(str(log_dir)) if log_dir is not None and trainer.is_global_zero else None
 
     def request(self, max_tokens: int) -> None:
         """Ask for another budget; the request of rank 0 counts."""
@@ -57,12 +57,20 @@ class BudgetControl:
             rank_zero_warn(f"BalanceCallback keeps max_tokens={before}, because {asked} was refused: {error}")
         else:
             rank_zero_info(f"BalanceCallback: max_tokens {before} -> {asked} after optimizer step {num_steps}")
-            self._describe()
+            self._tell(self._description().write)
 
     def close(self) -> None:
         """Say that the run takes no more requests."""
-        if self._folder is not None:
-            end_run(self._folder)
+        self._tell(end_run)
+
+    def _tell(self, write: Callable[[Path], None]) -> None:
+        """Write into the folder; the run goes on where that is not possible."""
+        if self._folder is None:
+            return
+        try:
+            write(self._folder)
+        except ValueError as error:
+            rank_zero_warn(f"what BalanceCallback says of its run for `set-max-tokens` is out of date: {error}")
 
     def _take(self) -> int | None:
         asked, self._requested = self._requested, None
@@ -75,14 +83,29 @@ class BudgetControl:
                 asked = from_file if from_file is not None else asked
         return asked
 
-    def _describe(self) -> None:
-        if self._folder is None:
-            return
+    def _watch(self, log_dir: str) -> Path | None:
+        """The folder that is watched from now on; None, and why, where that is not possible."""
+        if "://" in log_dir:
+            rank_zero_info(
+                "BalanceCallback: `lightning-balance set-max-tokens` cannot reach this run, as its log folder"
+                f" {log_dir} is not one of a local file system"
+            )
+            return None
+        folder = Path(log_dir)
+        try:
+            begin_run(folder, self._description())
+        except ValueError as error:
+            rank_zero_warn(
+                f"`lightning-balance set-max-tokens` cannot reach this run of BalanceCallback, which goes on: {error}"
+            )
+            return None
+        return folder
+
+    def _description(self) -> RunDescription:
         sampler = self._fit.sampler
         assert sampler.max_tokens is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        RunDescription(
+        return RunDescription(
             max_tokens=sampler.max_tokens,
             smallest_max_tokens=sampler.smallest_max_tokens,
             every_n_steps=self._every_n_steps,
-        ).write(self._folder)
+        )

@@ -267,9 +267,9 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
 
         Raises:
             TypeError: ``max_tokens`` is not an integer.
-            ValueError: it is not positive, or no run with a token budget is training.
+            ValueError: it is out of range, or no run with a token budget is training.
         """
-        check_positive_int("max_tokens", max_tokens)
+        max_tokens = check_positive_int("max_tokens", max_tokens)
         if self._control is None:
             raise ValueError(
                 f"set_max_tokens({max_tokens}) changes the budget of a run that is training with one: none is; give"

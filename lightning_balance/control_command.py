@@ -30,6 +30,6 @@ def run_control_command(words: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(
-        f"asked the job in {options.run} for {options.max_tokens:,} tokens per micro-batch instead of"
-        f" {run.max_tokens:,}; it looks for requests every {run.every_n_steps} optimizer step(s)"
+        f"asked the job in {options.run} (process {run.pid} on {run.host}) for {options.max_tokens:,} tokens per"
+        f" micro-batch instead of {run.max_tokens:,}; it looks for requests every {run.every_n_steps} optimizer step(s)"
     )

@@ -105,7 +105,7 @@ class BalancedBatchSampler(BatchSampler):
             "samples_per_step": _samples_per_step(batch_size, samples_per_step, num_slots, self.num_replicas),
             "num_ranks": self.num_replicas,
             "num_slots": num_slots,
-            "max_tokens": max_tokens,
+            "max_tokens": None if max_tokens is None else check_positive_int("max_tokens", max_tokens),
             "seed": seed,
             "shuffle": shuffle,
             "drop_last": drop_last,
@@ -220,7 +220,7 @@ class BalancedBatchSampler(BatchSampler):
         """
         if self.max_tokens is None:
             raise ValueError("there is no token budget to change: the sampler was made with max_tokens=None")
-        options = {**self._options, "max_tokens": max_tokens}
+        options = {**self._options, "max_tokens": check_positive_int("max_tokens", max_tokens)}
         begin = None if position is None else self.progress(position)
         plan = plan_epoch(self.lengths, epoch=self.epoch + (begin is None), **options, begin=begin)
         _ = plan.num_micro_batches  # steps that do not fit say so now

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,20 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_balance import BalanceCallback, BalancedBatchSampler
 from lightning_balance.agreement import gather_objects
 from lightning_balance.cli import main
-from lightning_balance.control import REQUEST_FILE, RUN_FILE, RunDescription, request_max_tokens, take_request
+from lightning_balance.control import (
+    REQUEST_FILE,
+    RUN_FILE,
+    RunDescription,
+    begin_run,
+    end_run,
+    request_max_tokens,
+    take_request,
+)
 from tests.distributed import run_ranks
 from tests.stopping import StopAtStep
 from tests.toys import ScalarModel, equal_samples, loader, trainer
@@ -38,7 +51,10 @@ def test_a_request_is_taken_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"max_tokens": 0}', '{"max_tokens": "8"}', '{"max_tokens": 8.5}', "{}"])
+BAD_REQUESTS = ["", "[1]", '{"max_tokens": 0}', '{"max_tokens": "8"}', '{"max_tokens": 8.5}', "{}"]
+
+
+@pytest.mark.parametrize("text", [*BAD_REQUESTS, "[" * 200_000, '{"max_tokens": 100000000000000000000}'], ids=range(8))
 def test_a_request_without_a_budget_is_an_error_once(text: str, tmp_path: Path) -> None:
     (tmp_path / REQUEST_FILE).write_text(text)
     with pytest.raises(ValueError, match="asks for no token budget"):
@@ -51,6 +67,7 @@ def test_a_request_without_a_budget_is_an_error_once(text: str, tmp_path: Path) 
     [
         (["0"], "max_tokens must be an integer >= 1, got 0"),
         (["-5"], "max_tokens must be an integer >= 1, got -5"),
+        ([str(2**63)], "max_tokens must be .*, got 9223372036854775808"),
         (["many"], "invalid int value: 'many'"),
         (["10"], "max_tokens=10 is too small for the job in .*: .* needs at least 11"),
     ],
@@ -70,6 +87,82 @@ def test_the_command_says_when_no_job_logs_there(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         main(["set-max-tokens", "64", "--run", str(tmp_path)])
     assert "is not the log folder of a running job with a token budget" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", "[" * 200_000, '{"max_tokens": 64, "smallest_max_tokens": null, "every_n_steps": 1}'],
+    ids=range(4),
+)
+def test_the_command_says_that_a_run_file_is_broken(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RUN_FILE).write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["set-max-tokens", "64", "--run", str(tmp_path)])
+    assert f"{RUN_FILE} cannot be read: " in capsys.readouterr().err
+
+
+def test_the_command_says_that_a_request_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RUN.write(tmp_path)
+    (tmp_path / REQUEST_FILE).mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["set-max-tokens", "64", "--run", str(tmp_path)])
+    assert f"{REQUEST_FILE} cannot be written: " in capsys.readouterr().err
+
+
+def test_many_may_ask_at_once(tmp_path: Path) -> None:
+    RUN.write(tmp_path)
+    budgets = [100, 100_000] * 200
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(request_max_tokens, tmp_path, budget) for budget in budgets]
+        taken = [take_request(tmp_path) for _ in budgets]
+    assert [request.result() for request in asked] == [RUN] * len(budgets)
+    assert set(taken) <= {None, 100, 100_000}
+    assert {path.name for path in tmp_path.iterdir()} <= {RUN_FILE, REQUEST_FILE}
+
+
+def pid_of_an_ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_job_that_was_killed_cannot_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pid = pid_of_an_ended_process()
+    RunDescription(max_tokens=40, smallest_max_tokens=11, every_n_steps=5, pid=pid).write(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["set-max-tokens", "64", "--run", str(tmp_path)])
+    assert re.search(f"has ended without a word: its process {pid} on .* is gone", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("host", [None, "another.machine"])
+def test_a_job_takes_no_request_that_one_before_it_was_sent(host: str | None, tmp_path: Path) -> None:
+    of_host = {} if host is None else {"host": host}
+    RunDescription(
+        max_tokens=40, smallest_max_tokens=11, every_n_steps=5, pid=pid_of_an_ended_process(), **of_host
+    ).write(tmp_path)
+    (tmp_path / REQUEST_FILE).write_text('{"max_tokens": 64}')
+    begin_run(tmp_path, RUN)
+    assert RunDescription.read(tmp_path) == RUN
+    assert take_request(tmp_path) is None
+
+
+def test_two_jobs_in_one_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        first = RunDescription(max_tokens=40, smallest_max_tokens=11, every_n_steps=5, pid=other.pid)
+        first.write(tmp_path)
+        request_max_tokens(tmp_path, 64)
+        with pytest.raises(ValueError, match=f"is the log folder of process {other.pid} too, which is running"):
+            begin_run(tmp_path, RUN)
+        assert take_request(tmp_path) is None
+        end_run(tmp_path)
+        assert RunDescription.read(tmp_path) == first
+        assert json.loads((tmp_path / REQUEST_FILE).read_text()) == {"max_tokens": 64}
+    finally:
+        other.kill()
+        other.communicate()
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -191,6 +284,72 @@ def test_a_request_that_is_no_budget_is_ignored_with_a_warning(tmp_path: Path) -
     assert {budget for _, budget in asks.budgets} == {26}
 
 
+def test_a_request_that_is_a_folder_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    def block(trainer: Any, _: int) -> None:
+        (Path(trainer.log_dir) / REQUEST_FILE).mkdir()
+
+    with pytest.warns(UserWarning, match=f"keeps its token budget: .*{REQUEST_FILE} cannot be read: "):
+        _, asks, _ = train({2: 5}, ask=block, logger=CSVLogger(tmp_path))
+    assert {budget for _, budget in asks.budgets} == {26}
+
+
+def test_a_run_file_that_can_no_longer_be_written_is_a_warning(tmp_path: Path) -> None:
+    def block(trainer: Any, asked: int) -> None:
+        (Path(trainer.log_dir) / RUN_FILE).unlink()
+        (Path(trainer.log_dir) / RUN_FILE).mkdir()
+        next(c for c in trainer.callbacks if isinstance(c, BalanceCallback)).set_max_tokens(asked)
+
+    with pytest.warns(UserWarning, match=f"is out of date: .*{RUN_FILE} cannot be written: "):
+        _, asks, _ = train({2: 60}, ask=block, logger=CSVLogger(tmp_path))
+    assert {budget for step, budget in asks.budgets if step > 2} == {60}
+
+
+class LogsTo(DummyLogger):
+    """Says that it writes to a folder, and writes nothing."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        return self.folder
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="cannot reach this run of BalanceCallback, which goes on: .*file/run"):
+        _, asks, _ = train({2: 60}, logger=LogsTo(str(tmp_path / "file" / "run")))
+    assert {budget for step, budget in asks.budgets if step > 2} == {60}
+
+
+def test_a_remote_folder_is_not_made_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level("INFO"):
+        _, asks, _ = train({2: 60}, logger=LogsTo("memory://logs/run"))
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text.count("log folder memory://logs/run is not one of a local file system") == 1
+    assert {budget for step, budget in asks.budgets if step > 2} == {60}
+
+
+def test_any_whole_number_of_int64_is_taken(tmp_path: Path) -> None:
+    at_steps = {1: np.int64(60), 3: 2**63 - 1}
+    _, asks, _ = train(at_steps, logger=CSVLogger(tmp_path))  # type: ignore[arg-type]
+    assert dict(asks.budgets) == {step: 26 if step < 2 else 60 if step < 4 else 2**63 - 1 for step in range(12)}
+    assert all(type(budget) is int for _, budget in asks.budgets)
+    assert BalancedBatchSampler([9, 1], batch_size=1, max_tokens=np.int64(9), rank=0).description()["max_tokens"] == 9
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_samples_that_a_new_budget_leaves_out_are_counted(step: int) -> None:
+    num_over = sum(length > 5 for length in DATA.lengths)
+    with pytest.warns(UserWarning, match=f"{num_over} of 24 samples are longer than max_tokens=5 and are left out"):
+        model, _, _ = train({step: 5}, options={"oversize": "skip"})
+    assert len(samples_of(model, 1)) == 24 - num_over
+
+
 def test_only_a_training_run_with_a_budget_can_be_asked() -> None:
     balance = BalanceCallback()
     with pytest.raises(
@@ -199,6 +358,8 @@ def test_only_a_training_run_with_a_budget_can_be_asked() -> None:
         balance.set_max_tokens(64)
     with pytest.raises(ValueError, match="max_tokens must be an integer >= 1, got 0"):
         balance.set_max_tokens(0)
+    with pytest.raises(ValueError, match=r"max_tokens must be .*, got 100000000000000000000"):
+        balance.set_max_tokens(10**20)
 
 
 def test_the_change_is_logged_and_the_run_says_what_it_has(tmp_path: Path) -> None:
