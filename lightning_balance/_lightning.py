@@ -18,6 +18,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 LoaderTransform = Callable[[Any], DataLoader[Any]]
@@ -280,6 +281,41 @@ def outside_the_loop(trainer: Trainer) -> Iterator[None]:
         trainer.callbacks, trainer.loggers = kept, loggers  # type: ignore[attr-defined]
 
 
+@contextmanager
+def showing_loader(trainer: Trainer, loader: DataLoader[Any]) -> Iterator[None]:
+    """Let the trainer have a loader, and its number of batches, while the loop still waits for its own.
+
+    Missing: ``train_dataloader`` and ``num_training_batches`` before the loop has its loader; asked for
+    ``estimated_stepping_batches``, it would request it once more. A loader that is there already stays.
+    """
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        yield
+        return
+    max_batches = loop.max_batches
+    loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
+    loop.max_batches = limited_num_batches(trainer, len(loader))
+    try:
+        yield
+    finally:
+        loop._combined_loader, loop.max_batches = None, max_batches
+
+
+def begin_epoch_of_module(trainer: Trainer) -> None:
+    """Call the module's hooks of a beginning run and epoch; missing: a way to call the module's alone."""
+    for hook in ("on_train_start", "on_train_epoch_start"):
+        call._call_lightning_module_hook(trainer, hook)
+
+
+def silence_training(trainer: Trainer) -> None:
+    """Do not call the module's hooks of a training that begins or ends; missing: a ``fit`` that trains nothing.
+
+    The loop looks hooks up by name; the instance attributes shadow the module's methods.
+    """
+    for hook in ("on_train_start", "on_train_end", "on_fit_end"):
+        vars(trainer.lightning_module)[hook] = lambda: None
+
+
 def move_batch(trainer: Trainer, batch: Any) -> Any:
     """Move a batch to the device as the loop does; missing: a public form for a batch that the loop did not fetch."""
     batch = trainer.precision_plugin.convert_input(batch)
@@ -290,9 +326,12 @@ def move_batch(trainer: Trainer, batch: Any) -> Any:
 def run_micro_batch(trainer: Trainer, batch: Any) -> float:
     """Run ``training_step`` and backward of one micro-batch with the loop's precision and strategy; return the loss.
 
+    The module's ``on_train_batch_start`` comes before them; what it returns does not count.
+
     Missing: a public form of what the loop does with a batch.
     """
     loop = trainer.fit_loop.epoch_loop
+    call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, 0)
     step = loop.automatic_optimization._training_step(loop._build_kwargs(OrderedDict(), batch, 0))
     if step.closure_loss is None:
         return 0.0

@@ -200,7 +200,8 @@ class SamplerFactory:
             memory_fraction=memory_fraction,
             memory_limit_gib=memory_limit_gib,
         )
-        max_tokens, search = finder.find()
+        with _lightning.showing_loader(self._trainer, loader):
+            max_tokens, search = finder.find()
         return max_tokens, search, finder.limit_gib
 
     def _adopt(self, sampler: BalancedBatchSampler) -> BalancedBatchSampler:

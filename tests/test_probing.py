@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -122,6 +123,158 @@ def test_gradients_and_the_optimizers_state_that_were_there_come_back():
     assert optimizer.state[layer.weight]["step"] == 1
 
 
+class Holder(nn.Module):
+    """Has one value, as an attribute."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+
+DEEP = [1]
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "read"),
+    [
+        (lambda: torch.ones(1, 2).expand(3, 2), lambda h: setattr(h, "value", None), lambda h: h.value.tolist()),
+        (lambda: torch.ones(1, 2).expand(3, 2), lambda h: h.value[0].mul_(3), lambda h: h.value.tolist()),
+        (lambda: torch.zeros(2), lambda h: h.value.resize_(5).fill_(7), lambda h: h.value.tolist()),
+        (lambda: torch.eye(3).to_sparse(), lambda h: h.value.mul_(2), lambda h: h.value.to_dense().tolist()),
+        (lambda: torch.eye(3).to_sparse_csr(), lambda h: h.value.mul_(2), lambda h: h.value.to_dense().tolist()),
+        (lambda: DEEP, lambda h: h.value.append(2), lambda h: len(h.value)),
+        (lambda: deque([1, 2], maxlen=2), lambda h: h.value.append(3), lambda h: list(h.value)),
+        (lambda: np.zeros(2), lambda h: h.value.__iadd__(1), lambda h: h.value.tolist()),
+        (lambda: torch.Generator().manual_seed(1), lambda h: h.value.manual_seed(2), lambda h: h.value.initial_seed()),
+        (lambda: np.random.default_rng(1), lambda h: h.value.random(), lambda h: str(h.value.bit_generator.state)),
+        (lambda: random.Random(1), lambda h: h.value.random(), lambda h: h.value.getstate()),
+        (lambda: [nn.Linear(1, 1)], lambda h: h.value[0].weight.data.add_(1), lambda h: h.value[0].weight.item()),
+        (lambda: {"a": Holder(1)}, lambda h: setattr(h.value["a"], "value", 2), lambda h: h.value["a"].value),
+        (lambda: nn.Linear(1, 1), lambda h: h.value.requires_grad_(False), lambda h: h.value.weight.requires_grad),
+        (lambda: 0, lambda h: setattr(h, "hook_calls", 1), lambda h: hasattr(h, "hook_calls")),
+        (lambda: 0, lambda h: setattr(h, "late", nn.Linear(1, 1)), lambda h: hasattr(h, "late")),
+    ],
+)  # fmt: skip
+def test_what_a_module_holds_comes_back(make, change, read):
+    holder = Holder(make())
+    before = read(holder)
+    snapshot = Snapshot(holder, [])
+    change(holder)
+    snapshot.restore()
+    assert read(holder) == before
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute of its own."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        self.history = [*getattr(self, "history", []), self.num_steps]
+        return super().step(closure)
+
+
+class WithCountingOptimizer(Sensitive):
+    def configure_optimizers(self):
+        optimizer = Counting(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(self.count)
+        return optimizer
+
+    def count(self, *args):
+        HOOKS_RUN.append(args)
+
+
+HOOKS_RUN = []
+
+
+def step_and_look(trainer):
+    prober, (optimizer,) = Prober(trainer), trainer.optimizers
+    with prober.leaving_no_trace():
+        prober.optimizer_step(prober.to_device(micro_batches().longest(3)))
+        assert optimizer.num_steps == 1
+    return optimizer.num_steps, hasattr(optimizer, "history"), len(HOOKS_RUN)
+
+
+def test_an_optimizers_own_attributes_come_back_and_its_step_hooks_do_not_run():
+    HOOKS_RUN.clear()
+    assert in_training(step_and_look, WithCountingOptimizer()) == (0, False, 0)
+    assert len(HOOKS_RUN) == 1  # the hook is there again in the training
+
+
+class Sealed(list):
+    """Cannot be emptied."""
+
+    def clear(self):
+        raise TypeError("sealed")
+
+
+class WithSealed(Sensitive):
+    def __init__(self):
+        super().__init__()
+        self.sealed = Sealed([1])
+        self.after = [1]
+
+
+def test_one_value_that_cannot_be_put_back_is_an_error_but_all_others_come_back():
+    module = WithSealed()
+    snapshot = Snapshot(module, [])
+    module.after.append(2)
+    module.num_calls = 9
+    with pytest.raises(RuntimeError, match=r"1 of the module's values cannot be put back .*: sealed"):
+        snapshot.restore()
+    assert (module.after, module.num_calls) == ([1], 0)
+
+
+def fail_with_sealed(trainer):
+    with pytest.raises(RuntimeError, match="on purpose"):
+        step_and_fail(Prober(trainer))
+    return trainer.lightning_module.num_calls
+
+
+def test_an_error_inside_a_probe_is_told_also_where_something_cannot_be_put_back():
+    assert in_training(fail_with_sealed, WithSealed()) == 0
+
+
+class StartsWithHooks(Sensitive):
+    """Needs what its hooks make, logs in them, and registers a hook of torch's in one."""
+
+    def on_train_start(self):
+        self.log("beta", 1.0)
+        self.beta = 0.5
+        self.out.register_forward_hook(lambda *_: FORWARDS.append(1))
+
+    def on_train_epoch_start(self):
+        self.losses = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.tokens = batch["input_ids"].numel()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx) * self.beta / self.tokens
+        self.losses.append(float(loss))
+        return loss
+
+
+FORWARDS = []
+
+
+def probe_with_hooks(trainer):
+    module, prober = trainer.lightning_module, Prober(trainer)
+    with prober.leaving_no_trace():
+        prober.forward_backward(prober.to_device(micro_batches().longest(3)))
+        assert (len(module.losses), len(FORWARDS)) == (1, 1)
+        FORWARDS.clear()
+    return [name for name in ("beta", "losses", "tokens") if hasattr(module, name)], dict(trainer.callback_metrics)
+
+
+def test_a_probe_calls_the_modules_hooks_of_a_beginning_epoch_and_leaves_no_trace_of_them():
+    assert in_training(probe_with_hooks, StartsWithHooks()) == ([], {})
+    assert len(FORWARDS) == 1  # the training's one step calls the one hook of its own on_train_start
+
+
 # ---------------------------------------------------------------------- the same computation
 
 
@@ -159,6 +312,15 @@ def test_the_count_is_exact_for_what_a_network_keeps():
     assert standing == 4 * (100 * 400 + 400)
     # The input, the activation before and after the ReLU, and its gradient before and after the ReLU's backward.
     assert 4 * 1000 * (100 + 400 + 400) < peak - standing < 4 * 1000 * (100 + 4 * 400 + 4) + standing
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_a_sparse_tensor_counts_with_its_indices_and_values(layout):
+    with LiveBytes([]) as live:
+        sparse = getattr(torch.eye(100), f"to_sparse_{layout}")()
+    num_bytes = {"coo": 2 * 8 * 100, "csr": 8 * 201, "csc": 8 * 201}[layout] + 4 * 100
+    assert sparse._nnz() == 100
+    assert num_bytes <= live.now <= num_bytes + 800  # compressed indices may be a slice of the others
 
 
 def test_the_count_is_the_same_every_time():

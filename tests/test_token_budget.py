@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torchmetrics import MeanMetric
 
 from lightning_balance import BalanceCallback
+from lightning_balance.demo import PadCollator
 from lightning_balance.memory import GIB
 from lightning_balance.probing.live_bytes import LiveBytes
 from tests import toys
 from tests.budgeted import AsksForSteps, Sensitive, token_loader
-from tests.distributed import run_ranks
+from tests.distributed import RanksError, run_ranks
 
 LENGTHS = np.random.default_rng(1).integers(2, 40, 48).tolist()
 LIMIT_GIB = 0.0006
@@ -183,6 +187,92 @@ class Fails(Sensitive):
 def test_another_error_is_not_taken_for_a_lack_of_memory():
     with pytest.raises(RuntimeError, match="no such kernel"):
         train("auto", kind=Fails)
+
+
+class AsksTheTrainer(Sensitive):
+    """Weighs its loss by what the trainer knows of the run, from its hooks on."""
+
+    def on_train_start(self):
+        self.num_batches = len(self.trainer.train_dataloader)
+
+    def on_train_epoch_start(self):
+        self.history = []
+
+    def training_step(self, batch, batch_idx):
+        share = self.global_step / self.trainer.estimated_stepping_batches
+        assert self.num_batches > 0
+        assert self.trainer.num_training_batches < 1000
+        return super().training_step(batch, batch_idx) * (1 + share)
+
+
+def test_a_training_step_may_rely_on_start_hooks_and_ask_the_trainer_for_steps_and_batches():
+    found_by, callback = train("auto", kind=AsksTheTrainer)
+    told, _ = train(callback.max_tokens, kind=AsksTheTrainer)
+    assert differing(found_by.weights(), told.weights()) == []
+    assert found_by.num_batches == told.num_batches
+
+
+class FailsOnOneRank(Sensitive):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen_loss = MeanMetric(sync_on_compute=False)  # no collective inside of the step
+
+    def training_step(self, batch, batch_idx):
+        if dist.get_rank() == 1:
+            raise LookupError("a bug on rank 1 only")
+        return super().training_step(batch, batch_idx)
+
+
+def fail_on_one_rank(strategy):
+    try:
+        train("auto", strategy=strategy, num_ranks=2, kind=FailsOnOneRank)
+    except LookupError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_bug_on_one_rank_is_told_on_both_under_ddp():
+    assert run_ranks(fail_on_one_rank, 2, "ddp", timeout_s=60) == [
+        "rank 1 failed: a bug on rank 1 only",
+        "a bug on rank 1 only",
+    ]
+
+
+def tell_the_bug():
+    if fail_on_one_rank("fsdp2"):
+        os.write(2, b"rank 1 knows its bug")
+        os._exit(3)
+
+
+@pytest.mark.slow
+def test_a_bug_on_one_rank_is_raised_there_at_once_under_fsdp2_whose_ranks_wait_inside():
+    with pytest.raises(RanksError) as raised:
+        run_ranks(tell_the_bug, 2, timeout_s=60)
+    assert raised.value.exit_codes[1] == 3
+    assert "rank 1 knows its bug" in raised.value.outputs[1]
+
+
+class FailingCollator(PadCollator):
+    def __call__(self, samples):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise LookupError("rank 1 cannot read its sample")
+        return super().__call__(samples)
+
+
+def fail_to_collate():
+    callback = BalanceCallback(max_tokens="auto", memory_limit_gib=LIMIT_GIB, lengths=LENGTHS)
+    loader = token_loader(LENGTHS, 8)
+    loader.collate_fn = FailingCollator()
+    try:
+        toys.trainer("ddp", 2, callbacks=[callback]).fit(Sensitive(), loader)
+    except LookupError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_batch_that_one_rank_cannot_make_is_told_on_both_under_ddp_with_buffers():
+    results = run_ranks(fail_to_collate, 2, timeout_s=60)
+    assert results == ["rank 1 failed: rank 1 cannot read its sample", "rank 1 cannot read its sample"]
 
 
 class Hooks(Callback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -12,7 +13,7 @@ from lightning_balance.calibration.search import BudgetSearch, find_largest
 from lightning_balance.memory import GIB
 from lightning_balance.probing.micro_batches import MicroBatches
 from lightning_balance.probing.peak import PeakMeter
-from lightning_balance.probing.prober import Prober, is_out_of_memory
+from lightning_balance.probing.prober import Prober
 
 
 class BudgetFinder:
@@ -74,31 +75,27 @@ class BudgetFinder:
         return search.max_tokens, search
 
     def _share(self, max_tokens: int) -> float:
-        share: float = max(gather_objects(on_every_rank(lambda: self._own_share(max_tokens))))
+        own_share = self._meter.share(lambda: self._run_worst(max_tokens))
+        # Here, where no error's traceback holds on to the activations of what failed.
+        self._prober.clear_gradients()
+        self._prober.clean_up()
+        share: float = max(gather_objects(own_share))
         used = "memory ran out" if share == inf else f"{share:.1%} of {self.limit_gib:.3g} GiB"
         rank_zero_info(f"max_tokens={max_tokens}: {used}")
         return share
 
-    def _own_share(self, max_tokens: int) -> float:
-        try:
-            share = self._meter.share(lambda: self._run_worst(max_tokens))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            share = inf
-        # Outside of the handler: the error's traceback holds on to the activations of what failed.
-        self._prober.clear_gradients()
-        self._prober.clean_up()
-        return share
-
-    def _run_worst(self, max_tokens: int) -> None:
+    def _run_worst(self, max_tokens: int) -> bool:
+        """Whether memory suffices on every rank."""
         prober, made = self._prober, self._micro_batches
         bounds = {"max_tokens": max_tokens, "max_samples": self._max_samples}
         num_longest = max(min(max_tokens // self._longest, self._max_samples), 1)
-        longest = prober.to_device(made.longest(num_longest))
-        prober.optimizer_step(longest)
-        prober.forward_backward(longest)  # leaves gradients, which the next ones find
-        prober.forward_backward(longest)
-        del longest
-        prober.forward_backward(prober.to_device(made.fullest(**bounds)))
-        prober.forward_backward(prober.to_device(made.shortest(**bounds)))
+        return (
+            prober.fits(lambda: made.longest(num_longest), self._step_and_run)
+            and prober.fits(lambda: made.fullest(**bounds), prober.forward_backward)
+            and prober.fits(lambda: made.shortest(**bounds), prober.forward_backward)
+        )
+
+    def _step_and_run(self, batch: Any) -> None:
+        self._prober.optimizer_step(batch)
+        self._prober.forward_backward(batch)  # leaves gradients, which the next ones find
+        self._prober.forward_backward(batch)

@@ -49,8 +49,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return result
 
     def _count(self, tensor: Tensor) -> None:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
+        for part in _dense_parts(tensor):
+            self._count_storage(part.untyped_storage())
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         num_bytes = storage.nbytes()
         _, counted = self._storages.get(key, (None, 0))
@@ -63,3 +65,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _forget(self, key: int) -> None:
         _, num_bytes = self._storages.pop(key, (None, 0))
         self.now -= num_bytes
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with storage of their own that a tensor consists of: of a sparse one its indices and values."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.layout is torch.sparse_coo:
+        return local._indices(), local._values()
+    if local.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return local.crow_indices(), local.col_indices(), local.values()
+    if local.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return local.ccol_indices(), local.row_indices(), local.values()
+    return (local,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 
 import torch
 from torch import Tensor
@@ -45,19 +46,22 @@ class PeakMeter:
             )
         self.limit_bytes = limit * memory_fraction
 
-    def share(self, run: Callable[[], None]) -> float:
-        """Run something and return its peak as a share of the limit, with what was allocated before."""
+    def share(self, run: Callable[[], bool]) -> float:
+        """Run something and return its peak as a share of the limit, with what was allocated before.
+
+        Infinite where it returns False: memory ran out.
+        """
         if not self._has_allocator:
             with LiveBytes(self._standing_tensors()) as live:
-                run()
-            return float(live.peak / self.limit_bytes)
+                has_memory = run()
+            return float(live.peak / self.limit_bytes) if has_memory else inf
         self._prober.synchronise()
         restart_accelerator_peak()
-        run()
+        has_memory = run()
         self._prober.synchronise()
         peak = read_accelerator_peak()
         assert peak is not None
-        return peak / self.limit_bytes
+        return peak / self.limit_bytes if has_memory else inf
 
     def _available(self) -> float:
         device = torch.get_device_module(self._prober.device)

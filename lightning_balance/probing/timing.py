@@ -14,7 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]  # a depende
 from lightning_balance.agreement import gather_objects, on_every_rank
 from lightning_balance.calibration.grid import GridPoint
 from lightning_balance.probing.micro_batches import MicroBatches
-from lightning_balance.probing.prober import Prober, is_out_of_memory
+from lightning_balance.probing.prober import Prober
 
 
 def measure_grid(
@@ -54,10 +54,11 @@ def measure_grid(
             done = list(seconds)
             for place in np.random.default_rng([0, repeat]).permutation(len(done)).tolist():
                 batch = on_every_rank(lambda point=done[place]: _batch(prober, micro_batches, point))  # type: ignore[misc]
-                seconds[done[place]].append(_time(prober, batch, clock))
+                seconds[done[place]].append(prober.together(lambda batch=batch: _time(prober, batch, clock)))  # type: ignore[misc]
                 bar.update()
     kept = list(seconds)
-    return kept, np.concatenate(gather_objects(np.array([seconds[point] for point in kept])), axis=1)
+    own = np.array([seconds[point] for point in kept]).reshape(len(kept), num_repeats)  # also of no point at all
+    return kept, np.concatenate(gather_objects(own), axis=1)
 
 
 def _batch(prober: Prober, micro_batches: MicroBatches, point: GridPoint) -> Any:
@@ -74,17 +75,7 @@ def _time(prober: Prober, batch: Any, clock: Callable[[], float]) -> float:
 
 def _warm_up(prober: Prober, micro_batches: MicroBatches, point: GridPoint) -> bool:
     """Run a point; False, on all ranks, where it runs out of memory on any."""
-
-    def fits() -> bool:
-        try:
-            prober.forward_backward(_batch(prober, micro_batches, point))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        return True
-
-    if all(gather_objects(on_every_rank(fits))):
+    if prober.fits(lambda: micro_batches.padded_to(point.num_samples, point.padded_length), prober.forward_backward):
         return True
     prober.clean_up()
     rank_zero_warn(
