@@ -11,7 +11,8 @@ from lightning.pytorch import Callback
 from lightning_balance import BalanceCallback, BalancedDataModuleMixin, CostModel
 from lightning_balance.calibration.file import read_cost_file
 from lightning_balance.cli import main
-from lightning_balance.demo import FunctionsDataModule
+from lightning_balance.demo import CausalLM, FunctionsDataModule
+from lightning_balance.probing import calibration_callback
 from tests.command import REPOSITORY, run_command
 
 DEMO = str(REPOSITORY / "configs" / "demo.yaml")
@@ -103,6 +104,71 @@ def test_a_config_may_name_the_file_that_is_to_be_written(old, in_process, tmp_p
         main(["fit", *words])
     main(["calibrate", *words, "--calibrate.num_repeats", "1"])
     assert BalanceCallback(cost="cost.yaml").settings.cost == read_cost_file("cost.yaml")
+
+
+class RunsOutOfMemory(CausalLM):
+    """Fits next to nothing."""
+
+    def training_step(self, batch, batch_idx):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class EndsWithAnExport(CausalLM):
+    """Has hooks around a training, one of which a training step needs and the others export."""
+
+    def on_train_epoch_start(self):
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        self.losses.append(1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        raise AssertionError("exported")
+
+    on_fit_end = on_train_end
+
+
+def calibrate(kind, *words):
+    model = ["--model", f"tests.test_calibrate_command.{kind}"]
+    main(["calibrate", "--config", DEMO, *model, *ONE_PROCESS, *words])
+
+
+@pytest.mark.filterwarnings("ignore:.*run out of memory and are left out")
+def test_memory_for_no_size_at_all_is_an_error_that_says_so(in_process):
+    with pytest.raises(ValueError, match=r"at least 3 sizes .* but (\d+) of \1 .* run out of memory: lower the cap"):
+        calibrate("RunsOutOfMemory")
+
+
+def test_a_calibration_calls_the_hooks_of_a_beginning_epoch_but_not_those_of_a_training_that_ends(in_process, tmp_path):
+    calibrate("EndsWithAnExport")
+    assert (tmp_path / "cost.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--calibrate.out", "cost.txt"), r"calibrate.out must end in .yaml or .yml, .* got 'cost.txt'"),
+        (("--calibrate.out", "none/cost.yaml"), "calibrate.out='none/cost.yaml' is in a folder that does not exist"),
+        (("--calibrate.out", "folder.yaml"), "calibrate.out='folder.yaml' is a folder"),
+        (("--calibrate.memory_fraction", "0"), "memory_fraction must be above 0"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_measured(in_process, tmp_path, words, message, capsys):
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ValueError, match=message):
+        main(["calibrate", "--config", DEMO, *ONE_PROCESS, *words])
+    assert "Calibrating" not in capsys.readouterr().err
+
+
+def test_the_table_is_printed_also_where_the_file_cannot_be_written(in_process, capsys, monkeypatch):
+    def fail(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(calibration_callback, "write_cost_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        main(["calibrate", "--config", DEMO, *ONE_PROCESS])
+    assert "median error" in capsys.readouterr().out
 
 
 def test_the_budget_finder_prints_what_it_tried(in_process, tmp_path, capsys):

@@ -147,6 +147,11 @@ def test_the_same_measurements_give_the_same_file(tmp_path):
         ("intercept: 1", "must hold intercept and alpha"),
         ("[1, 2]", "must hold intercept and alpha"),
         ("a: b: c", "is not a YAML file"),
+        (b"\xff\xfe\x00", "is not a YAML file"),
+        ("[" * 5000, "is not a YAML file"),
+        ("intercept: " + "9" * 5000 + "\nalpha: 0", "is not a YAML file"),
+        ("intercept: " + "9" * 400 + "\nalpha: 0", "too large"),
+        ("intercept: 1\nalpha: much", "alpha must be a number"),
         ("intercept: -1\nalpha: 0", "intercept must be a finite number of at least 0"),
         ("version: 9\nintercept: 1\nalpha: 0", "reads version 1"),
     ],
@@ -154,14 +159,14 @@ def test_the_same_measurements_give_the_same_file(tmp_path):
 def test_what_is_wrong_with_a_file_is_said(text, message, tmp_path):
     path = tmp_path / "cost.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message) as error:
         BalanceSettings(cost=str(path))
     assert str(path) in str(error.value)
 
 
 def test_two_numbers_by_hand_are_a_cost_file(tmp_path):
-    (tmp_path / "cost.yml").write_text("intercept: 5\nalpha: 0.25\n")
+    (tmp_path / "cost.yml").write_text("intercept: 5\nalpha: 25e-2\n")  # which YAML takes for a text
     assert read_cost_file(tmp_path / "cost.yml") == CostModel(intercept=5.0, alpha=0.25)
 
 

@@ -14,6 +14,49 @@ FILE_VERSION = 1
 SUFFIXES = (".yaml", ".yml")
 
 
+def is_cost_path(path: str | os.PathLike[str]) -> bool:
+    """Whether ``cost`` means a file, by its suffix.
+
+    >>> is_cost_path("COST.YAML"), is_cost_path("my_project.cost")
+    (True, False)
+    """
+    return Path(path).suffix.lower() in SUFFIXES
+
+
+def check_is_cost_path(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a file that ``BalanceCallback(cost=...)`` would not take for one.
+
+    Raises:
+        ValueError: the name has another suffix.
+
+    >>> check_is_cost_path("out", "cost.yaml")
+    """
+    if not is_cost_path(path):
+        raise ValueError(
+            f"{name} must end in {' or '.join(SUFFIXES)}, by which BalanceCallback(cost=...) knows the file, got"
+            f" {os.fspath(path)!r}"
+        )
+
+
+def check_can_write(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold.
+
+    Raises:
+        ValueError: its folder is missing or not writable, or it is a folder itself.
+    """
+    target = Path(path)
+    folder = target.absolute().parent
+    if target.is_dir():
+        problem = "is a folder: give the name of a file in it"
+    elif not folder.is_dir():
+        problem = f"is in a folder that does not exist: make {str(folder)!r}, or give another file"
+    elif not os.access(folder, os.W_OK):
+        problem = f"is in a folder that cannot be written to: change {str(folder)!r}, or give another file"
+    else:
+        return
+    raise ValueError(f"{name}={os.fspath(path)!r} {problem}")
+
+
 def write_cost_file(path: str | os.PathLike[str], fit: CostFit, measured_on: Mapping[str, Any]) -> None:
     """Write a fit; the same measurements give the same file.
 
@@ -68,8 +111,8 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostModel:
         )
     try:
         content = yaml.safe_load(target.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"cost={str(path)!r} is not a YAML file: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also no text, too many digits, too deep
+        raise ValueError(f"cost={str(path)!r} is not a YAML file of a cost model: {error}") from error
     if not isinstance(content, dict) or not {"intercept", "alpha"} <= content.keys():
         raise ValueError(
             f"cost={str(path)!r} must hold intercept and alpha, as `lightning-balance calibrate` writes it"
@@ -80,6 +123,14 @@ def read_cost_file(path: str | os.PathLike[str]) -> CostModel:
             " calibrate again"
         )
     try:
-        return CostModel(intercept=content["intercept"], alpha=content["alpha"])
-    except (TypeError, ValueError) as error:
+        return CostModel(intercept=_number(content["intercept"]), alpha=_number(content["alpha"]))
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"cost={str(path)!r}: {error}") from error
+
+
+def _number(value: Any) -> Any:
+    """What YAML read; it takes ``1e-4`` for a text, for want of a point."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value  # the model says what is wrong with it

@@ -11,6 +11,8 @@ from lightning_balance.validation import check_positive_int
 
 NUM_LENGTHS = 6
 NUM_COUNTS = 4
+MIN_POINTS = 3
+"""No fit of three coefficients can use fewer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +47,7 @@ def choose_grid(
         num_counts: at most so many counts per length.
 
     Raises:
-        ValueError: the cap or the data leave fewer than 3 points, which no fit can use.
+        ValueError: the cap or the data leave fewer than :data:`MIN_POINTS` points, which no fit can use.
 
     >>> choose_grid(np.arange(1, 101), max_tokens=200, num_lengths=2, num_counts=3)
     [GridPoint(num_samples=1, padded_length=1), GridPoint(num_samples=8, padded_length=1),
@@ -60,11 +62,11 @@ def choose_grid(
         for length in np.unique(quantiles).astype(int).tolist():
             largest = min(max_tokens // length, len(padded_lengths))
             points += [GridPoint(count, length) for count in _counts(largest, num_counts)]
-    if len(points) < 3:
+    if len(points) < MIN_POINTS:
         raise ValueError(
-            f"a fit needs at least 3 sizes of micro-batches, but max_tokens={max_tokens} and {len(padded_lengths)}"
-            f" samples of up to {int(padded_lengths.max())} padded tokens allow {len(points)}: raise max_tokens, or"
-            " calibrate with more data"
+            f"a fit needs at least {MIN_POINTS} sizes of micro-batches, but max_tokens={max_tokens} and"
+            f" {len(padded_lengths)} samples of up to {int(padded_lengths.max())} padded tokens allow {len(points)}:"
+            " raise max_tokens, or calibrate with more data"
         )
     return points
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 import lightning_balance
 from lightning_balance import _lightning
-from lightning_balance.agreement import on_every_rank
-from lightning_balance.calibration.file import write_cost_file
+from lightning_balance.agreement import from_rank_zero, on_every_rank
+from lightning_balance.calibration.file import check_can_write, check_is_cost_path, write_cost_file
 from lightning_balance.calibration.fit import CostFit, fit_cost
-from lightning_balance.calibration.grid import choose_grid
+from lightning_balance.calibration.grid import MIN_POINTS, choose_grid
 from lightning_balance.calibration.search import BudgetSearch
 from lightning_balance.callback import BalanceCallback
 from lightning_balance.checks import check_trainer
@@ -59,7 +59,8 @@ class CalibrateOptions:
         check_positive_int("calibrate.num_repeats", self.num_repeats)
         if self.max_tokens is not None:
             check_positive_int("calibrate.max_tokens", self.max_tokens)
-        check_memory(self.memory_fraction or DEFAULT_MEMORY_FRACTION, self.memory_limit_gib)
+        check_memory(_first(self.memory_fraction, DEFAULT_MEMORY_FRACTION), self.memory_limit_gib)
+        check_is_cost_path("calibrate.out", self.out)
 
 
 class CalibrationCallback(BalanceCallback):
@@ -84,6 +85,8 @@ class CalibrationCallback(BalanceCallback):
         """Keep the user's loader when it is requested, and the callbacks that the module brings from running."""
         _lightning.keep_callbacks(trainer, lambda other: other is self or isinstance(other, BaseFinetuning))
         on_every_rank(lambda: check_trainer(trainer, pl_module))
+        if not self._find_max_tokens:
+            from_rank_zero(lambda: check_can_write("calibrate.out", self._options.out))
         _lightning.intercept_train_dataloader(trainer, self._keep)
 
     def _keep(self, loader: Any) -> DataLoader[Any]:
@@ -91,7 +94,8 @@ class CalibrationCallback(BalanceCallback):
         return loader  # type: ignore[no-any-return]  # the user's own
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure, tell, and stop."""
+        """Measure, tell, and stop; the module's hooks around a training have none to speak of."""
+        _lightning.silence_training(trainer)
         factory = SamplerFactory(trainer, self.settings)
         loader = on_every_rank(lambda: check_loader(self._loader))
         if self._find_max_tokens:
@@ -103,8 +107,8 @@ class CalibrationCallback(BalanceCallback):
     def _find(self, trainer: Trainer, factory: SamplerFactory, loader: DataLoader[Any]) -> None:
         max_tokens, search, limit_gib = factory.find_max_tokens(
             loader,
-            memory_fraction=self._options.memory_fraction or self.settings.memory_fraction,
-            memory_limit_gib=self._options.memory_limit_gib or self.settings.memory_limit_gib,
+            memory_fraction=_first(self._options.memory_fraction, self.settings.memory_fraction),
+            memory_limit_gib=_first(self._options.memory_limit_gib, self.settings.memory_limit_gib),
         )
         if trainer.is_global_zero:
             print_search(search, limit_gib)
@@ -122,10 +126,16 @@ class CalibrationCallback(BalanceCallback):
             num_repeats=self._options.num_repeats,
             progress=trainer.is_global_zero,
         )
+        if len(measured) < MIN_POINTS:
+            raise ValueError(
+                f"a fit needs at least {MIN_POINTS} sizes of micro-batches, but {len(points) - len(measured)} of"
+                f" {len(points)} within {cap} tokens run out of memory: lower the cap (calibrate.max_tokens), clip"
+                " samples (max_length), checkpoint activations, or shard the model (FSDP)"
+            )
         fit = on_every_rank(lambda: fit_cost(measured, seconds))
         if trainer.is_global_zero:
-            write_cost_file(self._options.out, fit, describe_machine(trainer, factory.num_ranks))
             print_fit(fit)
+            write_cost_file(self._options.out, fit, describe_machine(trainer, factory.num_ranks))
             say(f"wrote {self._options.out}: use it as BalanceCallback(cost={self._options.out!r})")
 
     def _cap(self, factory: SamplerFactory, loader: DataLoader[Any], longest: int) -> int:
@@ -134,6 +144,11 @@ class CalibrationCallback(BalanceCallback):
         if isinstance(self.settings.max_tokens, int):
             return self.settings.max_tokens
         return factory.batch_size(loader) * longest
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    """What is given, 0 too, else something else."""
+    return otherwise if given is None else given
 
 
 def describe_machine(trainer: Trainer, num_ranks: int) -> dict[str, Any]:
