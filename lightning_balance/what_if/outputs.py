@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,23 +31,30 @@ def check_outputs(paths: Mapping[str, Path]) -> None:
         reason = _why_not(path)
         if reason:
             raise ValueError(f"{option} {path} cannot be written: {reason}")
-        other = options.setdefault(path.resolve(), option)
+        other = options.setdefault(_target(path), option)
         if other != option:
             raise ValueError(f"{other} and {option} are both {path}: give each a file of its own")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a whole file or nothing: readers see the old one or the new one.
+    """Write a whole file or nothing: readers see the old one or the new one, which has the old one's mode.
+
+    A link stays and its target is replaced; a device such as ``/dev/null`` stays and is written to.
 
     Raises:
         OSError: it cannot be written.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    target, data = _target(path), content.encode() if isinstance(content, str) else content
+    if target.is_char_device():
+        target.write_bytes(data)
+        return
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".lightning-balance-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        Path(temporary).chmod(0o666 & ~_umask())  # mkstemp makes it readable for the user only
-        Path(temporary).replace(path)
+            file.write(data)
+        # mkstemp makes it readable for the user only
+        Path(temporary).chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
+        Path(temporary).replace(target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -55,16 +63,27 @@ def write_file(path: Path, content: str | bytes) -> None:
 def _why_not(path: Path) -> str | None:
     if path.is_dir():
         return "it is a folder"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
+    target = _target(path)
+    if target.is_symlink():
+        return "its links lead in a circle"
+    if not target.parent.is_dir():
+        return f"there is no folder {target.parent if path.is_symlink() else path.parent}"
+    if target.exists() and not (target.is_file() or target.is_char_device()):
+        return "it is neither a regular file nor a character device"
     try:
-        if path.exists():
-            path.open("ab").close()
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        if target.exists():
+            target.open("ab").close()
+        if not target.is_char_device():
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def _target(path: Path) -> Path:
+    """Return what a path leads to; unlike ``Path.resolve`` also where links lead in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def _umask() -> int:

@@ -10,6 +10,7 @@ import math
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from PIL import Image
 
 from lightning_balance.cli import main
 from lightning_balance.what_if import compare
+from lightning_balance.what_if.outputs import check_outputs, write_file
 from lightning_balance.what_if.tables import figures_table, notes, randomness_table
 from lightning_balance.what_if.timeline import timeline_of
 from tests.command import REPOSITORY, run_command
@@ -459,6 +461,46 @@ def test_what_fails_while_a_file_is_written_ends_with_status_1_and_leaves_the_ol
     assert "lightning-balance plan: error: [Errno 28] No space left on device" in capsys.readouterr().err
     assert (tmp_path / "out.json").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_is_replaced_keeps_its_mode_and_a_link_stays_one(tmp_path) -> None:
+    path = write_lengths(tmp_path)
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "real.json").chmod(0o600)
+    (tmp_path / "latest.json").symlink_to("real.json")
+    (tmp_path / "next.json").symlink_to("new.json")  # which is not there yet
+    for name in ("latest.json", "next.json"):
+        main(["plan", str(path), *RUN, "--steps", "1", "--json", str(tmp_path / name)])
+        assert (tmp_path / name).is_symlink()
+        assert json.loads((tmp_path / name).read_text())["format"] == "lightning-balance plan"
+    assert (tmp_path / "real.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_file_is_refused_and_stays(tmp_path, capsys) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(tmp_path / "socket"))
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "to_fifo").symlink_to("fifo")
+    modes = {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}
+    for name in modes:
+        reason = "its links lead in a circle" if name == "circle" else "it is neither a regular file nor a"
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", "nowhere.npy", "--json", str(tmp_path / name)])
+        assert f"{name} cannot be written: {reason}" in capsys.readouterr().err
+    assert {path.name: path.lstat().st_mode for path in tmp_path.iterdir()} == modes
+
+
+def test_a_device_is_written_to_and_stays_one(lengths_file, tmp_path) -> None:
+    ours, theirs = pty.openpty()  # a device that is only the test's
+    (tmp_path / "device").symlink_to(os.ttyname(theirs))
+    device = Path(os.ttyname(theirs)).stat()
+    write_file(tmp_path / "device", "all of it")
+    check_outputs({"--json": tmp_path / "device"})
+    assert os.read(ours, 100) == b"all of it"
+    assert os.path.samestat(Path(os.ttyname(theirs)).stat(), device)
+    os.close(theirs)
+    os.close(ours)
 
 
 @pytest.mark.parametrize("option", ["--html", "--png"])
