@@ -35,12 +35,7 @@ def plain_batches(
     """
     per_rank = -(-len(lengths) // num_ranks)
     if drop_last:
-        per_rank = len(lengths) // (num_ranks * batch_size) * batch_size
-        if per_rank == 0:
-            raise ValueError(
-                f"drop_last=True leaves no full micro-batch: {len(lengths)} samples are fewer than "
-                f"batch_size * num_ranks = {batch_size * num_ranks}"
-            )
+        per_rank = _num_rounds(len(lengths), batch_size, num_ranks, drop_last) * batch_size
     places = np.arange(per_rank * num_ranks)
     drawn = order.slice(0, len(lengths))
     return batches_of(
@@ -91,18 +86,22 @@ def length_grouped_batches(
     num_slots: int,
     cost: CostFunction | None,
     pad_to_multiple_of: int = 1,
+    drop_last: bool = False,
 ) -> MicroBatches:
     """Return what transformers' Trainer with ``group_by_length`` makes of the order of an epoch.
 
     It asks for groups of ``batch_size * gradient_accumulation_steps`` samples, and deals consecutive batches of
     `batch_size` to the ranks in turn. Where they do not come out even the first samples are repeated, as accelerate's
-    ``even_batches`` does.
+    ``even_batches`` does, or with `drop_last` (``dataloader_drop_last``) the last ones are left out.
+
+    Raises:
+        ValueError: `drop_last` leaves nothing.
     """
     drawn = order.slice(0, len(lengths))
     grouped = length_grouped_order(lengths, drawn, batch_size * num_slots)
     plain_steps = np.empty(len(lengths), dtype=np.int64)
     plain_steps[drawn] = np.arange(len(lengths)) // (batch_size * num_slots * num_ranks)
-    num_rounds = -(-len(lengths) // (batch_size * num_ranks))
+    num_rounds = _num_rounds(len(lengths), batch_size, num_ranks, drop_last)
     places = np.arange(num_rounds * num_ranks * batch_size).reshape(num_rounds, num_ranks, batch_size)
     places = places.transpose(0, 2, 1).reshape(num_rounds * batch_size, num_ranks)
     served = grouped[places % len(lengths)]
@@ -115,3 +114,14 @@ def length_grouped_batches(
         pad_to_multiple_of=pad_to_multiple_of,
         plain_steps=plain_steps[served],
     )
+
+
+def _num_rounds(num_samples: int, batch_size: int, num_ranks: int, drop_last: bool) -> int:
+    """Return how often every rank gets a micro-batch."""
+    size = batch_size * num_ranks
+    if drop_last and num_samples < size:
+        raise ValueError(
+            f"drop_last=True leaves no full micro-batch: {num_samples} samples are fewer than "
+            f"batch_size * num_ranks = {size}"
+        )
+    return num_samples // size if drop_last else -(-num_samples // size)

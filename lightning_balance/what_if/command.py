@@ -50,6 +50,7 @@ def run_plan_command(words: Sequence[str]) -> None:
         found = find_lengths(given.lengths, given.column)
         options = _options(given, found)
         lengths = _clipped(found, given.max_length)
+        num_steps = options.num_steps(len(lengths))
         limit_s = _time_limit(given)
     except (ImportError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
@@ -60,7 +61,7 @@ def run_plan_command(words: Sequence[str]) -> None:
             options,
             num_steps=None if given.steps == "all" else given.steps,
             time_limit_s=limit_s,
-            progress=_planning(bar, options, len(lengths)),
+            progress=_planning(bar, num_steps),
         )
         try:
             for _, path, render in outputs:
@@ -107,6 +108,7 @@ def _options(given: argparse.Namespace, found: FoundLengths) -> PlanOptions:
     chosen["batch_size"] = (found.batch_size or DEFAULT_BATCH_SIZE) if given.batch_size is None else given.batch_size
     chosen["max_tokens"] = tuple(given.max_tokens)
     chosen["lookahead"] = tuple(given.lookahead) or PlanOptions.lookahead
+    chosen["shuffle"], chosen["drop_last"] = found.shuffle, found.drop_last
     chosen["sync"] = SYNC_NAMES[given.sync]
     return PlanOptions(**chosen, cost=CostModel(intercept=given.intercept, alpha=given.alpha))
 
@@ -123,9 +125,7 @@ def _time_limit(given: argparse.Namespace) -> float:
     return float(given.time_limit_s) if given.steps is None else math.inf
 
 
-def _planning(bar: Bar, options: PlanOptions, num_samples: int) -> Callable[[float, int], None]:
-    num_steps = math.ceil(num_samples / options.samples_per_step)
-
+def _planning(bar: Bar, num_steps: int) -> Callable[[float, int], None]:
     def show(share: float, num_planned: int) -> None:
         bar(share, f"Planning, {num_planned:,} of {num_steps:,} steps")
 

@@ -61,7 +61,7 @@ class Comparison:
         lengths: length of every sample in tokens.
         options: the run.
         outcomes: one per method, plain shuffle first.
-        num_steps: steps of the epoch.
+        num_steps: steps of the epoch that balancing plans.
         num_steps_planned: how many of them were planned.
         num_steps_together: steps that were planned as a block.
         plain: micro-batches of plain shuffle in the steps that were planned.
@@ -108,7 +108,7 @@ def compare(
 
     Raises:
         TypeError: lengths that are not numbers.
-        ValueError: lengths that cannot be, or `num_steps` below 1.
+        ValueError: lengths that cannot be, or do not fill a step with ``drop_last``, or `num_steps` below 1.
 
     Example:
         >>> comparison = compare(np.array([3, 5, 9, 2] * 8), PlanOptions(batch_size=2, num_ranks=2, lookahead=(1,)))
@@ -119,20 +119,20 @@ def compare(
     methods = methods_to_compare(lengths, options)
     planner = StepsPlanner(lengths, options, [method for method in methods if method.is_planned])
     planner.run(num_steps, time_limit_s, progress)
-    order = EpochOrder(len(lengths), seed=options.seed, epoch=options.epoch, shuffle=True)
     plain, grouped = (
         function(
             lengths,
-            order,
+            EpochOrder(len(lengths), seed=options.seed, epoch=options.epoch, shuffle=shuffle),
             batch_size=options.batch_size,
             num_ranks=options.num_ranks,
             num_slots=options.num_slots,
             cost=options.cost,
             pad_to_multiple_of=options.pad_to_multiple_of,
+            drop_last=options.drop_last,
         )
-        for function in (plain_batches, length_grouped_batches)
+        for function, shuffle in ((plain_batches, options.shuffle), (length_grouped_batches, True))
     )
-    judge = _Judge(plain=plain, options=options, steps_per_block=planner.steps_per_block)
+    judge = _Judge(plain=plain, options=options, steps_per_block=planner.steps_per_block, num_steps=planner.num_steps)
     planned = planner.results()
     batches = {method: planned.get(method, plain) for method in methods}
     batches[Method(kind="length_grouped")] = grouped
@@ -141,7 +141,7 @@ def compare(
         lengths=lengths,
         options=options,
         outcomes=[judge.outcome(method, batches[method]) for method in methods],
-        num_steps=plain.num_steps,
+        num_steps=planner.num_steps,
         num_steps_planned=rebalance.num_steps,
         num_steps_together=planner.steps_per_block,
         plain=plain.select(rebalance.step_indices),
@@ -156,18 +156,22 @@ class _Judge:
     plain: MicroBatches
     options: PlanOptions
     steps_per_block: int
+    num_steps: int
 
     def outcome(self, method: Method, batches: MicroBatches) -> Outcome:
         sync, cost = self.options.sync, self.options.cost
         summary = summarize_micro_batches(batches, cost=cost, sync=sync)
-        is_whole = batches.num_steps == self.plain.num_steps
+        num_steps = self.num_steps if method.is_planned else batches.num_steps
+        is_whole = batches.num_steps == num_steps
         beside = self.plain if is_whole else self.plain.select(batches.step_indices)
         plain_times, times = beside.step_times(sync), batches.step_times(sync)
         return Outcome(
             method=method,
             summary=summary,
-            num_steps=self.plain.num_steps,
-            step_time=float(self.plain.step_times(sync).mean() * times.sum() / plain_times.sum()),
+            num_steps=num_steps,
+            step_time=float(
+                times.mean() if is_whole else self.plain.step_times(sync).mean() * times.sum() / plain_times.sum()
+            ),
             speed_up=modelled_speed_up(summary, summarize_micro_batches(beside, cost=cost, sync=sync)),
             speed_up_error=0.0 if is_whole else self._ratio_error(batches.step_indices, times, plain_times),
         )
@@ -178,7 +182,7 @@ class _Judge:
         """Return the relative standard error of the ratio of two totals, from blocks drawn without replacement."""
         blocks = np.unique(steps // self.steps_per_block, return_inverse=True)[1]
         ours, plain = np.bincount(blocks, times), np.bincount(blocks, plain_times)
-        num_drawn, num_all = len(ours), -(-self.plain.num_steps // self.steps_per_block)
+        num_drawn, num_all = len(ours), -(-self.num_steps // self.steps_per_block)
         if num_drawn < 2:
             return math.nan
         residuals = ours - ours.sum() / plain.sum() * plain

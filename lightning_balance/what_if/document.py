@@ -51,6 +51,8 @@ def as_document(comparison: Comparison, source: str) -> dict[str, Any]:
             "cost": dataclasses.asdict(options.cost),
             "seed": options.seed,
             "epoch": options.epoch,
+            "shuffle": options.shuffle,
+            "drop_last": options.drop_last,
         },
         "num_steps": comparison.num_steps,
         "num_steps_planned": comparison.num_steps_planned,

@@ -21,10 +21,12 @@ _DOTTED = re.compile(r"[^\W\d]\w*([.:][^\W\d]\w*)+")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoundLengths:
-    """Lengths, and the batch size of the loader that they were found behind, if there was one."""
+    """Lengths, and what the loader that they were found behind, if there was one, says about batches and order."""
 
     lengths: NDArray[np.int64]
     batch_size: int | None = None
+    shuffle: bool = True
+    drop_last: bool = False
 
 
 def is_dotted_path(text: str) -> bool:
@@ -59,7 +61,7 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
         _check_no_arguments(value, text)
         value = _call(text, value)
     # Not before: it loads torch.
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, SequentialSampler
 
     from lightning_balance.lengths import resolve_lengths
 
@@ -81,7 +83,14 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
             f"{type(dataset).__name__}"
         )
     lengths = resolve_lengths(dataset, column, datamodule=datamodule, progress=progress)
-    return FoundLengths(lengths=lengths, batch_size=None if loader is None else loader.batch_size)
+    if loader is None or loader.batch_size is None:  # a batch sampler of the user's own says nothing about order
+        return FoundLengths(lengths=lengths)
+    return FoundLengths(
+        lengths=lengths,
+        batch_size=loader.batch_size,
+        shuffle=getattr(loader.sampler, "shuffle", not isinstance(loader.sampler, SequentialSampler)),
+        drop_last=loader.drop_last,
+    )
 
 
 def import_dotted(text: str) -> Any:

@@ -33,6 +33,8 @@ class PlanOptions:
         cost: modelled time of a micro-batch.
         seed: seed of the shuffle.
         epoch: number of the epoch.
+        shuffle: the order is drawn at random; else it is that of the dataset, but for length-grouped batches.
+        drop_last: a last step that is not full is left out, and a last plain micro-batch.
 
     Raises:
         TypeError: a number is not an integer.
@@ -53,6 +55,8 @@ class PlanOptions:
     cost: CostModel = field(default_factory=CostModel)
     seed: int = 0
     epoch: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_slots", "batch_size", "pad_to_multiple_of"):
@@ -68,3 +72,16 @@ class PlanOptions:
     def samples_per_step(self) -> int:
         """Samples of an optimizer step over all ranks."""
         return self.batch_size * self.num_slots * self.num_ranks
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the optimizer steps of a planned epoch.
+
+        Raises:
+            ValueError: there would be none.
+        """
+        if self.drop_last and num_samples < self.samples_per_step:
+            raise ValueError(
+                f"{num_samples} samples do not fill one optimizer step of {self.samples_per_step}, and drop_last=True "
+                "leaves out a step that is not full: lower ranks, accumulation or batch size, or set drop_last=False"
+            )
+        return (num_samples if self.drop_last else num_samples + self.samples_per_step - 1) // self.samples_per_step

@@ -41,7 +41,7 @@ class StepsPlanner:
 
     Raises:
         TypeError: lengths that are not numbers.
-        ValueError: lengths that cannot be.
+        ValueError: lengths that cannot be, or do not fill a step that ``drop_last`` leaves in.
     """
 
     def __init__(self, lengths: NDArray[np.int64], options: PlanOptions, methods: list[Method]) -> None:
@@ -50,7 +50,7 @@ class StepsPlanner:
         self._plans = {method: _plan_of(method, lengths, options) for method in methods}
         self._steps: dict[Method, list[StepPlan]] = {method: [] for method in methods}
         self._indices: list[int] = []
-        self.num_steps = -(-len(lengths) // options.samples_per_step)
+        self.num_steps = options.num_steps(len(lengths))
         window = math.lcm(*(method.lookahead for method in methods))
         together = -(-FEWEST_SLOTS_TOGETHER // options.num_slots)
         self.steps_per_block = min(window * -(-together // window), self.num_steps)
@@ -127,6 +127,8 @@ def _plan_of(method: Method, lengths: NDArray[np.int64], options: PlanOptions) -
         max_tokens=method.max_tokens,
         seed=options.seed,
         epoch=options.epoch,
+        shuffle=options.shuffle,
+        drop_last=options.drop_last,
         cost=options.cost,
         sync=options.sync,
         pad_to_multiple_of=options.pad_to_multiple_of,

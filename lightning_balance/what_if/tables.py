@@ -110,6 +110,10 @@ def notes(comparison: Comparison) -> list[str]:
         "padded length. Speed-up: samples in the same modelled time.",
         "Length-grouped: the order of transformers' LengthGroupedSampler, dealt to ranks as its Trainer does.",
     ]
+    if not comparison.options.shuffle:
+        found.append("The loader has shuffle=False: all but length-grouped batches keep the order of the dataset.")
+    if comparison.options.drop_last:
+        found.append("The loader has drop_last=True: a last step, or plain micro-batch, that is not full is left out.")
     over = [
         f"{count:,} samples exceed the budget of {budget:,}"
         for budget in sorted({out.method.max_tokens for out in comparison.outcomes if out.method.max_tokens})

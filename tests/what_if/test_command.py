@@ -143,6 +143,36 @@ def test_the_batch_size_is_that_of_the_data_module_s_loader(tmp_path, capsys, mo
     assert "2 ranks x 1 accumulated x 3 samples" in capsys.readouterr().out
 
 
+def test_the_loader_s_order_is_planned_as_it_is_trained(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "loaders.py").write_text(
+        "from torch.utils.data import DataLoader\n"
+        "class Data(list):\n    lengths = [1 + i * 37 % 50 for i in range(113)]\n"
+        "def drop():\n    return DataLoader(Data(range(113)), batch_size=10, shuffle=True, drop_last=True)\n"
+        "def keep():\n    return DataLoader(Data(range(113)), batch_size=10)\n"
+    )
+    run = ["--ranks", "1", "--accumulate", "2", "--lookahead", "1", "--steps", "all", "--json", "out.json"]
+    main(["plan", "loaders.drop", *run])
+    document = json.loads((tmp_path / "out.json").read_text())
+    counts = [(row["num_steps_of_epoch"], row["num_samples"]) for row in document["methods"][:3]]
+    assert counts == [(6, 110), (6, 110), (5, 100)]  # as Lightning trains: a step of one micro-batch, and none
+    assert (document["num_steps"], document["num_steps_planned"]) == (5, 5)
+    rebalance = document["methods"][2]
+    assert rebalance["step_time"] == pytest.approx(rebalance["modelled_time"] / 5)
+    assert "drop_last=True" in capsys.readouterr().out
+    main(["plan", "loaders.keep", *run])
+    keep = json.loads((tmp_path / "out.json").read_text())
+    lengths = [1 + i * 37 % 50 for i in range(113)]
+    batches = [lengths[start : start + 10] for start in range(0, 113, 10)]
+    assert keep["methods"][0]["padded_tokens"] == sum(max(batch) * len(batch) for batch in batches)
+    assert (keep["methods"][2]["num_samples"], keep["num_steps"]) == (113, 6)
+    assert "shuffle=False" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "loaders.drop", "--ranks", "12"])
+    assert "113 samples do not fill one optimizer step of 120, and drop_last=True" in capsys.readouterr().err
+
+
 # Files
 
 
@@ -184,6 +214,8 @@ def test_the_json_file_holds_the_figures_of_a_slow_count(sync, lengths_file, tmp
         "cost": {"intercept": COST.intercept, "alpha": COST.alpha},
         "seed": 3,
         "epoch": 2,
+        "shuffle": True,
+        "drop_last": False,
     }
     assert len(document["methods"]) == len(comparison.outcomes) == 7
     plain_time = document["methods"][0]["modelled_time"]

@@ -156,6 +156,7 @@ def test_a_column_is_a_key_of_the_samples() -> None:
 def test_a_data_module_may_know_the_lengths() -> None:
     found = lengths_of_dotted_path("my_project.data.WithLengths")
     assert (found.lengths.tolist(), found.batch_size) == ([9, 8, 7, 6], 2)
+    assert (found.shuffle, found.drop_last) == (False, False)
 
 
 def test_the_demo_is_found() -> None:
