@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ CostFunction = Callable[[Any, Any], Any]
 
 # Costs are compared after different roundings; a relative step of 1e-12 is far above those and far below any real gap.
 ROUNDING = 1e-12
+# Sums and squares of costs have to stay finite.
+_LARGEST_COEFFICIENT = 1e100
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class CostModel:
         alpha: weight of the quadratic part (attention) per token of length.
 
     Raises:
-        ValueError: a coefficient is negative or not finite.
+        ValueError: a coefficient is negative, not finite or above 1e100.
 
     >>> CostModel(intercept=10.0, alpha=0.5).cost(2, 4)
     34.0
@@ -41,8 +43,10 @@ class CostModel:
         for name, value in (("intercept", self.intercept), ("alpha", self.alpha)):
             if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
                 raise TypeError(f"{name} must be a number of at least 0, got {value!r} ({type(value).__name__}).")
-            if not isfinite(value) or value < 0:
+            if not 0 <= value < inf:
                 raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
+            if value > _LARGEST_COEFFICIENT:
+                raise ValueError(f"{name} must be at most {_LARGEST_COEFFICIENT:g}, got {value}.")
             object.__setattr__(self, name, float(value))
 
     def cost(self, num_samples: ArrayLike, padded_length: ArrayLike) -> Any:

@@ -23,7 +23,7 @@ from lightning_balance.epoch import EpochPlan
 from lightning_balance.micro_batches import MicroBatches, micro_batches_of
 from lightning_balance.shuffle import EpochOrder
 from lightning_balance.unbalanced import plain_batches
-from lightning_balance.validation import check_choice, check_positive_int, validate_lengths
+from lightning_balance.validation import LONGEST_ALLOWED, check_choice, check_positive_int, validate_lengths
 
 __all__ = [
     "PlanSummary",
@@ -182,7 +182,7 @@ def summarize_plain(
     batch_size = check_positive_int("batch_size", batch_size)
     num_ranks = check_positive_int("num_ranks", num_ranks)
     num_slots = check_positive_int("num_slots", num_slots)
-    multiple = check_positive_int("pad_to_multiple_of", pad_to_multiple_of)
+    multiple = check_positive_int("pad_to_multiple_of", pad_to_multiple_of, largest=LONGEST_ALLOWED)
     plain = plain_batches(
         lengths,
         EpochOrder(len(lengths), seed=seed, epoch=epoch, shuffle=shuffle),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.partition.shapes import choose_shapes, round_up_to, round_up_to_multiple
-from lightning_balance.validation import check_choice, check_positive_int
+from lightning_balance.validation import LONGEST_ALLOWED, check_choice, check_positive_int
 
 SYNCS = ("micro_batch", "step")
 OVERSIZE = ("single", "error", "skip")
@@ -42,8 +42,9 @@ class StepRules:
             TypeError: a number is not an integer.
             ValueError: a value is out of range.
         """
-        for name in ("num_ranks", "pad_to_multiple_of"):
-            rules[name] = check_positive_int(name, rules[name])
+        rules["num_ranks"] = check_positive_int("num_ranks", rules["num_ranks"])
+        multiple = check_positive_int("pad_to_multiple_of", rules["pad_to_multiple_of"], largest=LONGEST_ALLOWED)
+        rules["pad_to_multiple_of"] = multiple
         for name in ("num_slots", "max_tokens", "max_shapes"):
             if rules[name] is not None:
                 rules[name] = check_positive_int(name, rules[name])

@@ -10,37 +10,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Sums of padded tokens over a whole epoch have to stay exact in int64.
-_LONGEST_ALLOWED = 2**40
+LONGEST_ALLOWED = 2**40
+LARGEST_INT = 2**63 - 1
 
 
-def check_positive_int(name: str, value: object) -> int:
-    """Return ``value`` as an ``int`` of at least 1.
+def check_positive_int(name: str, value: object, largest: int = LARGEST_INT) -> int:
+    """Return ``value`` as an ``int`` from 1 to ``largest``.
 
     Raises:
         TypeError: ``value`` is not an integer (booleans are refused too).
-        ValueError: ``value`` is below 1.
+        ValueError: ``value`` is out of range.
 
     >>> check_positive_int("num_ranks", 4)
     4
     """
-    return check_int_at_least(name, value, minimum=1)
+    return check_int_at_least(name, value, minimum=1, largest=largest)
 
 
-def check_int_at_least(name: str, value: object, minimum: int) -> int:
-    """Return ``value`` as an ``int`` of at least ``minimum``.
+def check_int_at_least(name: str, value: object, minimum: int, largest: int = LARGEST_INT) -> int:
+    """Return ``value`` as an ``int`` from ``minimum`` to ``largest``, by default what arrays of 64 bits can hold.
 
     Raises:
         TypeError: ``value`` is not an integer (booleans are refused too).
-        ValueError: ``value`` is below ``minimum``.
+        ValueError: ``value`` is out of range.
 
     >>> check_int_at_least("seed", 0, minimum=0)
     0
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer >= {minimum}, got {value!r} ({type(value).__name__})")
-    if value < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}, got {int(value)}")
-    return int(value)
+    number = int(value)
+    if number < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {number}")
+    if number > largest:
+        raise ValueError(f"{name} must be an integer from {minimum} to {largest}, got {number}")
+    return number
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
@@ -126,6 +130,6 @@ def _check_range(array: NDArray[Any]) -> None:
             f"lengths[{index}] is {array[index]}; every length must be at least 1 ({which}): "
             "remove empty samples from the dataset or correct their lengths."
         )
-    if array.max() > _LONGEST_ALLOWED:
+    if array.max().item() > LONGEST_ALLOWED:  # float16 cannot hold the bound
         index = int(np.argmax(array))
-        raise ValueError(f"lengths[{index}] is {array[index]}; lengths above {_LONGEST_ALLOWED} are not supported.")
+        raise ValueError(f"lengths[{index}] is {array[index]}; lengths above {LONGEST_ALLOWED} are not supported.")

@@ -60,6 +60,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 8.5}, "TypeError: max_tokens must be an integer >= 1, got 8.5 (float)"),
     ({"max_tokens": True}, "TypeError: max_tokens must be an integer >= 1, got True (bool)"),
     ({"max_tokens": "8k"}, "TypeError: max_tokens must be an integer >= 1, got '8k' (str)"),
+    ({"max_tokens": 10**20}, "ValueError: max_tokens must be an integer from 1 to 9223372036854775807, got 1000000"),
     ({"samples_per_step": 0}, "ValueError: samples_per_step must be an integer >= 1, got 0"),
     ({"max_length": 0}, "ValueError: max_length must be an integer >= 1, got 0"),
     ({"pad_to_multiple_of": 0}, "ValueError: pad_to_multiple_of must be an integer >= 1, got 0"),

@@ -34,6 +34,12 @@ def test_coefficients_that_are_negative_or_not_finite_are_refused(field, value):
         CostModel(**{field: value})
 
 
+@pytest.mark.parametrize("value", [1e308, 10**400])
+def test_coefficients_whose_sums_would_not_be_finite_are_refused(value):
+    with pytest.raises(ValueError, match=r"intercept must be at most 1e\+100, got 1"):
+        CostModel(intercept=value)
+
+
 def test_coefficients_of_another_type_are_refused():
     with pytest.raises(TypeError, match="alpha must be a number"):
         CostModel(alpha="0.1")  # type: ignore[arg-type]

@@ -273,6 +273,8 @@ def test_max_shapes_limits_the_padded_lengths_of_the_whole_epoch():
         ({"samples_per_step": 0}, "samples_per_step must be an integer >= 1"),
         ({"samples_per_step": 4, "step_unit": "tokens"}, "give max_tokens"),
         ({"samples_per_step": 4, "step_unit": "words"}, "step_unit must be one of 'samples', 'tokens'"),
+        ({"samples_per_step": 10**20}, "samples_per_step must be an integer from 1 to 9223372036854775807, got 1"),
+        ({"samples_per_step": 4, "pad_to_multiple_of": 2**41}, "pad_to_multiple_of must be an integer from 1 to 10995"),
         ({"samples_per_step": 4, "lookahead": 0}, "lookahead must be an integer >= 1"),
         ({"samples_per_step": 4, "seed": -1}, "seed must be an integer >= 0"),
         ({"samples_per_step": 4, "epoch": -1}, "epoch must be an integer >= 0"),

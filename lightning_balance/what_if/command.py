@@ -52,6 +52,8 @@ def run_plan_command(words: Sequence[str]) -> None:
         lengths = _clipped(found, given.max_length)
         num_steps = options.num_steps(len(lengths))
         limit_s = _time_limit(given)
+        if isinstance(given.steps, int):
+            check_positive_int("--steps", given.steps)
     except (ImportError, OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     source = Path(given.lengths).name

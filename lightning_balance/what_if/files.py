@@ -60,6 +60,8 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
         raise IsADirectoryError(f"LENGTHS must be a file, but {str(path)!r} is a folder")
     try:
         return validate_lengths(reader(path, column))
+    except RecursionError as error:
+        raise ValueError(f"{path}: its lists or objects are nested too deeply to be lengths") from error
     except (TypeError, ValueError, EOFError, csv.Error) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{path}: {error}") from error
@@ -173,7 +175,7 @@ def _numbers(words: Iterable[str], what: str) -> Any:
     words = list(words)
     try:
         return np.array(words).astype(np.int64) if words else []
-    except ValueError:  # "3.0" is a whole number too
+    except (ValueError, OverflowError):  # "3.0" is a whole number too; too large ones are refused with the others
         return np.array([_number(word, f"{what} {number}") for number, word in enumerate(words, start=1)])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_balance.cost import CostModel
-from lightning_balance.validation import check_choice, check_int_at_least, check_positive_int
+from lightning_balance.validation import LONGEST_ALLOWED, check_choice, check_int_at_least, check_positive_int
 
 __all__ = ["SYNC_NAMES", "PlanOptions", "Sync"]
 
@@ -59,13 +59,15 @@ class PlanOptions:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_slots", "batch_size", "pad_to_multiple_of"):
+        for name in ("num_ranks", "num_slots", "batch_size"):
             check_positive_int(name, getattr(self, name))
+        check_positive_int("pad_to_multiple_of", self.pad_to_multiple_of, largest=LONGEST_ALLOWED)
         for name in ("seed", "epoch"):
             check_int_at_least(name, getattr(self, name), 0)
         for name in ("max_tokens", "lookahead"):
             for value in getattr(self, name):
                 check_positive_int(name, value)
+        check_positive_int("batch_size * num_slots * num_ranks", self.samples_per_step)
         check_choice("sync", self.sync, ("micro_batch", "step"))
 
     @property

@@ -38,6 +38,9 @@ RUN = (
 ).split()
 
 
+HUGE = str(10**23)
+
+
 @pytest.fixture
 def lengths_file(tmp_path: Path) -> str:
     np.save(tmp_path / "lengths.npy", LENGTHS)
@@ -443,6 +446,13 @@ def test_equal_input_gives_equal_files(lengths_file, tmp_path) -> None:
         (["a.txt", "--pad-to-multiple-of", "0"], "pad_to_multiple_of must be"),
         (["a.txt", "--max-tokens", "0"], "max_tokens must be"),
         (["a.txt", "--max-tokens", "4096,many"], "--max-tokens/--max_tokens: must be whole numbers with commas"),
+        (["a.txt", "--max-tokens", HUGE], f"max_tokens must be an integer from 1 to 9223372036854775807, got {HUGE}"),
+        (["a.txt", "--pad-to-multiple-of", HUGE], "pad_to_multiple_of must be an integer from 1 to 1099511627776, got"),
+        (["a.txt", "--max-length", HUGE], "max_length must be an integer from 1 to"),
+        (["a.txt", "--steps", HUGE], "--steps must be an integer from 1 to"),
+        (["a.txt", "--epoch", HUGE], "epoch must be an integer from 0 to"),
+        (["a.txt", "--ranks", "4000000000", "--batch-size", "4000000000"], "num_ranks must be an integer from 1 to"),
+        (["a.txt", "--intercept", "1e308"], "intercept must be at most 1e+100, got 1e+308"),
         (["a.txt", "--lookahead", "0"], "lookahead must be"),
         (["a.txt", "--sync", "zero"], "argument --sync: invalid choice: 'zero'"),
         (["a.txt", "--alpha", "-1"], "alpha must be a finite number of at least 0, got -1"),

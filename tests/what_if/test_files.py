@@ -50,6 +50,7 @@ TABLE = pa.table({"name": [row["name"] for row in WITH_NAMES], "length": NUMBERS
         ("objects.jsonl", "\n".join(map(json.dumps, WITH_NAMES)) + "\n\n"),
         ("array.npy", LENGTHS),
         ("small.npy", LENGTHS.astype(np.uint16)),
+        ("half.npy", LENGTHS.astype(np.float16)),
         ("floats.npy", LENGTHS.astype(np.float32)),
         ("lines.txt", "\n".join(map(str, NUMBERS))),
         ("words.txt", " ".join(f"{length}.0" for length in NUMBERS)),
@@ -63,6 +64,7 @@ TABLE = pa.table({"name": [row["name"] for row in WITH_NAMES], "length": NUMBERS
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value[:20] else "",
 )
+@pytest.mark.filterwarnings("error")
 def test_every_format_gives_the_same_lengths(name, content, tmp_path) -> None:
     lengths = read_lengths(write(tmp_path / name, content))
     assert lengths.dtype == np.int64
@@ -130,6 +132,11 @@ def test_names_of_columns_are_those_that_samples_have() -> None:
         ("a.json", "[1, -2, 3]", None, "a.json: lengths[1] is -2; every length must be at least 1"),
         ("a.json", "[1, 2.5]", None, "a.json: lengths[1] is 2.5; every length must be a whole number"),
         ("a.json", '[{"length": 1}, {"size": 2}]', None, "a.json: entry 2 has no 'length'"),
+        ("a.json", "[" * 200_000, None, "a.json: its lists or objects are nested too deeply to be lengths"),
+        ("a.jsonl", "[" * 200_000, None, "a.jsonl: its lists or objects are nested too deeply to be lengths"),
+        ("a.txt", f"1 {10**20}", None, "a.txt: lengths[1] is 1e+20; lengths above 1099511627776 are not supported"),
+        ("a.csv", f"length\n{10**20}\n5\n", None, "a.csv: lengths[0] is 1e+20; lengths above"),
+        ("a.json", f"[{10**20}]", None, "a.json: lengths must be numbers"),
         ("a.jsonl", '{"length": 1}\n{"length"', None, "a.jsonl: line 2 is no JSON"),
         ("a.jsonl", '{"length": 1}\n2', None, "a.jsonl: line 2 has no 'length'"),
         ("a.jsonl", "", None, "a.jsonl: lengths is empty"),
