@@ -61,7 +61,7 @@ def cost_spread(costs: npt.ArrayLike) -> float:
         synchronisation at all gives ``nan``.
 
     Raises:
-        ValueError: a cost is negative, or there is no axis of ranks.
+        ValueError: a cost is negative or not finite, or there is no axis of ranks.
 
     Example:
         >>> cost_spread([3.0, 1.0])
@@ -89,7 +89,7 @@ def slot_efficiency(costs: npt.ArrayLike) -> float:
         costs: ``(..., num_ranks)``, any unit, >= 0. A slot whose costs are all 0 counts as 1; no slot gives ``nan``.
 
     Raises:
-        ValueError: a cost is negative, or there is no axis of ranks.
+        ValueError: a cost is negative or not finite, or there is no axis of ranks.
 
     Example:
         >>> slot_efficiency([4.0, 2.0])
@@ -118,7 +118,8 @@ def modelled_time(costs: npt.ArrayLike, sync: Literal["micro_batch", "step"] = "
         costs: ``(num_slots, num_ranks)``; the result has the unit of the costs. No slots give 0.
 
     Raises:
-        ValueError: a cost is negative, costs is not two-dimensional, or `sync` is neither of the two words.
+        ValueError: a cost is negative or not finite, costs is not two-dimensional, or `sync` is neither of the two
+            words.
 
     Example:
         >>> modelled_time([[4.0, 2.0], [1.0, 3.0]])
@@ -247,6 +248,8 @@ def _costs_per_rank(costs: npt.ArrayLike) -> npt.NDArray[np.float64]:
     ranks = np.asarray(costs, dtype=np.float64)
     if ranks.ndim == 0:
         raise ValueError(f"costs must have the ranks as its last axis, got the single number {costs!r}")
-    if ranks.size and ranks.min() < 0:
+    if ranks.size and not ranks.min() >= 0:  # the smallest of values with a nan among them is nan
         raise ValueError(f"costs must be at least 0, got {ranks.min():g}")
+    if ranks.size and np.isinf(ranks.max()):
+        raise ValueError("costs must be finite, got inf")
     return ranks

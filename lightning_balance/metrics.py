@@ -27,7 +27,7 @@ from lightning_balance.memory import (
     read_rss_peak,
     restart_accelerator_peak,
 )
-from lightning_balance.validation import check_choice
+from lightning_balance.validation import LARGEST_INT, check_choice
 
 __all__ = ["CostSpread", "PadEfficiency", "PeakMemory"]
 
@@ -64,18 +64,21 @@ class PadEfficiency(Metric):
         self.add_state("real_tokens", torch.tensor(0, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("padded_tokens", torch.tensor(0, dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, real_tokens: int | Tensor, padded_tokens: int | Tensor) -> None:
-        """Add micro-batches of this rank: two counts, or two tensors of counts.
+    def update(self, real_tokens: npt.ArrayLike | Tensor, padded_tokens: npt.ArrayLike | Tensor) -> None:
+        """Add micro-batches of this rank: two counts, or two arrays, lists or tensors of counts, which are summed.
 
-        A filler has 0 real tokens. Tensors are summed where they are; nothing is read back from the device.
+        A filler has 0 real tokens. Tensors are summed where they are: nothing is read back from an accelerator, so
+        that sums that are there are not checked. What is refused is not counted.
 
         Raises:
-            ValueError: two Python counts of which the first is the larger one, or negative ones.
+            TypeError: values that are not numbers.
+            ValueError: fractions, negative counts, or more real than padded tokens.
         """
-        if isinstance(real_tokens, int) and isinstance(padded_tokens, int) and not 0 <= real_tokens <= padded_tokens:
-            raise ValueError(f"real_tokens must lie between 0 and padded_tokens, got {real_tokens} of {padded_tokens}")
-        self.real_tokens += _count(real_tokens, self.real_tokens)
-        self.padded_tokens += _count(padded_tokens, self.padded_tokens)
+        real, padded = _total("real_tokens", real_tokens), _total("padded_tokens", padded_tokens)
+        if isinstance(real, int) and isinstance(padded, int) and not 0 <= real <= padded <= LARGEST_INT:
+            raise ValueError(f"real_tokens must lie between 0 and padded_tokens, got {real} of {padded}")
+        self.real_tokens += real if isinstance(real, int) else real.to(self.real_tokens)
+        self.padded_tokens += padded if isinstance(padded, int) else padded.to(self.padded_tokens)
 
     def compute(self) -> Tensor:
         """Pad efficiency of all updates since the last reset, over all ranks."""
@@ -125,9 +128,10 @@ class CostSpread(Metric):
         """Add synchronisations: the costs of all ranks in the last axis, one synchronisation per remaining index.
 
         Raises:
-            ValueError: a cost is negative, or there is no axis of ranks.
+            ValueError: a cost is negative or not finite, or there is no axis of ranks.
         """
-        ranks = costs.detach().cpu().numpy() if isinstance(costs, Tensor) else np.asarray(costs, dtype=np.float64)
+        # On the CPU first: not every accelerator has float64.
+        ranks = costs.detach().cpu().double().numpy() if isinstance(costs, Tensor) else np.asarray(costs, np.float64)
         spread = cost_spread(ranks)
         if ranks.size == 0:
             return
@@ -236,5 +240,18 @@ class PeakMemory(Metric):
             restart_accelerator_peak()
 
 
-def _count(tokens: int | Tensor, like: Tensor) -> int | Tensor:
-    return tokens.detach().sum().to(like.device, like.dtype) if isinstance(tokens, Tensor) else tokens
+def _total(name: str, tokens: npt.ArrayLike | Tensor) -> int | Tensor:
+    """Return the sum of counts; that of a tensor on an accelerator stays there, unread."""
+    if isinstance(tokens, Tensor):
+        total = tokens.detach().sum()
+        if total.device.type != "cpu":
+            return total
+        value = total.item()
+    else:
+        array = np.asarray(tokens)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"{name} must be a count or an array of counts, got {tokens!r}")
+        value = array.sum().item()
+    if not float(value).is_integer():
+        raise ValueError(f"{name} must be whole numbers, got {value} in all")
+    return int(value)

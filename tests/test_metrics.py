@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,57 @@ def test_pad_efficiency_stays_exact_beyond_32_bit_counts() -> None:
 def test_pad_efficiency_refuses_more_real_than_padded_tokens() -> None:
     with pytest.raises(ValueError, match="between 0 and padded_tokens, got 5 of 4"):
         PadEfficiency().update(5, 4)
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.array, torch.tensor, float, lambda count: [count, 0]])
+def test_pad_efficiency_refuses_every_kind_of_number_alike(kind: Any) -> None:
+    metric = PadEfficiency()
+    with pytest.raises(ValueError, match="between 0 and padded_tokens, got 7 of 3"):
+        metric.update(kind(7), 3)
+    with pytest.raises(ValueError, match="between 0 and padded_tokens, got -1 of 3"):
+        metric.update(kind(-1), kind(3))
+    metric.update(kind(3), kind(4))
+    assert float(metric.compute()) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("padded", "error", "sentence"),
+    [
+        (10.5, ValueError, "padded_tokens must be whole numbers, got 10.5 in all"),
+        (torch.tensor([10.25, 0.25]), ValueError, "padded_tokens must be whole numbers, got 10.5 in all"),
+        (float("nan"), ValueError, "padded_tokens must be whole numbers, got nan"),
+        ("ten", TypeError, "padded_tokens must be a count or an array of counts, got 'ten'"),
+        (None, TypeError, "padded_tokens must be a count or an array of counts, got None"),
+        (10**20, TypeError, "padded_tokens must be a count or an array of counts, got 100000000000000000000"),
+    ],
+)
+def test_pad_efficiency_counts_nothing_of_what_it_refuses(padded: Any, error: Any, sentence: str) -> None:
+    metric = PadEfficiency()
+    with pytest.raises(error, match=re.escape(sentence)):
+        metric.update(5, padded)
+    assert (int(metric.real_tokens), int(metric.padded_tokens)) == (0, 0)
+
+
+def test_pad_efficiency_does_not_read_what_is_on_an_accelerator() -> None:
+    metric = PadEfficiency().to("meta")  # a device whose values cannot be read
+    metric.update(torch.ones(3, device="meta"), torch.ones(3, device="meta"))
+    assert metric.real_tokens.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
+def test_cost_spread_takes_every_type_of_tensor(dtype: torch.dtype) -> None:
+    metric = CostSpread()
+    metric.update(torch.tensor([3, 1], dtype=dtype))
+    assert float(metric.compute()) == 1.0
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0])
+def test_cost_spread_refuses_what_is_no_cost(cost: float) -> None:
+    metric = CostSpread()
+    metric.update([3.0, 1.0])
+    with pytest.raises(ValueError, match="costs must be"):
+        metric.update([cost, 1.0])
+    assert float(metric.compute()) == 1.0
 
 
 def test_cost_spread_weighs_every_synchronisation_alike() -> None:
