@@ -16,13 +16,15 @@ def choose_column(columns: Mapping[str, Any], column: str | None) -> str:
     """Return the column that is asked for, or the one that by its name, or as the only one, holds lengths.
 
     Raises:
-        ValueError: there is no such column, or none stands out; the sentence lists the columns.
+        ValueError: there is no such column, none at all, or none stands out; the sentence lists the columns.
 
     Example:
         >>> choose_column({"name": None, "num_tokens": None}, None)
         'num_tokens'
     """
     names = list(columns)
+    if not names:
+        raise ValueError("it has no columns, so none that holds lengths")
     listed = ", ".join(repr(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
     if column is not None:
         if column not in names:

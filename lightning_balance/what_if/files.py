@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from lightning_balance.validation import validate_lengths
 from lightning_balance.what_if.columns import choose_column, lengths_of_column
 
 __all__ = ["SUFFIXES", "read_lengths"]
+
+_NPY = b"\x93NUMPY"
+_QUOTED = re.compile(r'(?<![^,;\t\n])"(?:[^"]|"")*"')
+"""A quoted cell of a CSV file: a quote inside a cell that does not begin with one is a character like others."""
 
 
 def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
@@ -86,7 +91,16 @@ def _read_json_lines(path: Path, column: str | None) -> Any:
 
 
 def _read_npy(path: Path, column: str | None) -> Any:
-    return _without_column(np.load(path, allow_pickle=False), column)
+    with path.open("rb") as file:
+        if file.read(len(_NPY)) != _NPY:
+            raise ValueError("it holds no NumPy array, as numpy.save writes one")
+    try:
+        array = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        if "pickle" not in str(error):
+            raise
+        raise ValueError("its array holds Python objects, not numbers: save one of integers") from error
+    return _without_column(array, column)
 
 
 def _read_txt(path: Path, column: str | None) -> Any:
@@ -95,7 +109,7 @@ def _read_txt(path: Path, column: str | None) -> Any:
 
 def _read_csv(path: Path, column: str | None) -> Any:
     text = _text(path)
-    first_line = text.split("\n", 1)[0]
+    first_line = _QUOTED.sub("", text).lstrip("\r\n").split("\n", 1)[0]
     delimiter = max(",;\t", key=first_line.count)
     usual_limit = csv.field_size_limit(len(text) + 1)  # a column of texts beside the lengths may have long ones
     try:

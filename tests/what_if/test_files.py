@@ -80,6 +80,21 @@ def test_a_csv_file_may_have_other_columns_with_anything_in_them(delimiter, tmp_
 
 
 @pytest.mark.parametrize(
+    "header",
+    [
+        '"prompt; context; answer",length',
+        'length;"a, b, ""c"", d"',
+        '\n"two\nlines; of; it",length',
+        'a 5" disk;length',
+    ],
+)
+def test_what_stands_between_cells_is_not_looked_for_in_quotes(header, tmp_path) -> None:
+    delimiter = ";" if header.startswith(("length", "a")) else ","
+    rows = "3;x\n4;y\n" if header.startswith("length") else f"x{delimiter}3\ny{delimiter}4\n"
+    assert read_lengths(write(tmp_path / "a.csv", f"{header}\n{rows}")).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
     ("name", "content"),
     [
         ("a.json", json.dumps({"texts": 3, "mine": NUMBERS})),
@@ -121,7 +136,9 @@ def test_names_of_columns_are_those_that_samples_have() -> None:
     ("name", "content", "column", "sentence"),
     [
         ("a.xlsx", "", None, "LENGTHS must be one of .json, .jsonl, .npy, .txt, .csv, .parquet, got "),
-        ("a.json", "{}", None, "a.json: several columns may hold the lengths"),
+        ("a.json", "{}", None, "a.json: it has no columns, so none that holds lengths"),
+        ("a.json", "[{}]", None, "a.json: it has no columns, so none that holds lengths"),
+        ("a.jsonl", "{}", "a", "a.jsonl: it has no columns, so none that holds lengths"),
         ("a.json", '{"a": [1], "b": [2]}', None, "choose one of 'a', 'b' with --column"),
         ("a.json", '{"a": [1], "b": [2]}', "c", "a.json: --column c is none of its columns 'a', 'b'"),
         ("a.json", "[1, 2", None, "a.json: Expecting"),
@@ -143,8 +160,10 @@ def test_names_of_columns_are_those_that_samples_have() -> None:
         ("a.txt", "1 two", None, "a.txt: word 2 must be a whole number, got 'two'"),
         ("a.txt", "1 0", None, "a.txt: lengths[1] is 0"),
         ("a.txt", "", None, "a.txt: lengths is empty"),
-        ("a.npy", "", None, "a.npy: "),
-        ("a.npy", "no array", None, "a.npy: "),
+        ("a.npy", "", None, "a.npy: it holds no NumPy array, as numpy.save writes one"),
+        ("a.npy", "no array", None, "a.npy: it holds no NumPy array, as numpy.save writes one"),
+        ("a.npy", "PK\x03\x04", None, "a.npy: it holds no NumPy array"),  # as numpy.savez begins
+        ("a.npy", np.array([{}, 3]), None, "a.npy: its array holds Python objects, not numbers: save one of integers"),
         ("a.npy", np.ones((2, 3)), None, "a.npy: lengths must be 1-D"),
         ("a.csv", "", None, "a.csv: lengths is empty"),
         ("a.csv", "length\n", None, "a.csv: lengths is empty"),
