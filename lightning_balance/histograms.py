@@ -41,16 +41,16 @@ class StepHistograms:
         if self._writers:
             self._steps.append((place.plan.num_samples[: place.num_slots], place.plan.costs[: place.num_slots]))
 
-    def write(self, lengths: NDArray[np.int64], global_step: int) -> None:
-        """Write the epoch's histograms."""
+    def write(self, lengths: NDArray[np.int64], step: int) -> None:
+        """Write the epoch's histograms at a step of the loggers."""
         if not self._steps:
             return
         counts, costs = (np.concatenate(arrays) for arrays in zip(*self._steps, strict=True))
         self._steps.clear()
         for writer in self._writers:
             if not self._has_lengths:
-                writer.add_histogram("balance/lengths", lengths[:: -(-len(lengths) // MAX_LENGTHS)], global_step)
+                writer.add_histogram("balance/lengths", lengths[:: -(-len(lengths) // MAX_LENGTHS)], step)
             for rank in range(min(costs.shape[1], MAX_RANKS)):
-                writer.add_histogram(f"balance/samples_per_micro_batch/rank_{rank}", counts[:, rank], global_step)
-                writer.add_histogram(f"balance/cost/rank_{rank}", costs[:, rank], global_step)
+                writer.add_histogram(f"balance/samples_per_micro_batch/rank_{rank}", counts[:, rank], step)
+                writer.add_histogram(f"balance/cost/rank_{rank}", costs[:, rank], step)
         self._has_lengths = True

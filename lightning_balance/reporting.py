@@ -58,7 +58,8 @@ class RunReport:
         self._module.log_dict(
             self.monitor.epoch_values(), on_step=False, on_epoch=True, batch_size=1, sync_dist=True
         )  # fmt: skip
-        self._histograms.write(self._fit.sampler.lengths, self._trainer.global_step)
+        step = _lightning.num_logged_steps(self._trainer) - 1  # the last one, where Lightning logs the epoch's figures
+        self._histograms.write(self._fit.sampler.lengths, step)
 
     def end_training(self) -> None:
         """Ask all ranks for what the table needs, while they can be asked. A collective call."""

@@ -160,6 +160,8 @@ def test_tensorboard_has_histograms_of_lengths_counts_and_costs(tmp_path: Path) 
     assert (lengths.num, lengths.min, lengths.max, lengths.sum) == (17, 1, 9, sum(LONG_TAIL))
     counts = [event.histogram_value for event in events.Histograms("balance/samples_per_micro_batch/rank_0")]
     assert [histogram.sum for histogram in counts] == [17, 17]
+    epochs = [event.step for event in events.Scalars("balance/pad_efficiency_epoch")]
+    assert [event.step for event in events.Histograms("balance/samples_per_micro_batch/rank_0")] == epochs
     costs = [event.histogram_value for event in events.Histograms("balance/cost/rank_0")]
     plans = [plan_epoch(LONG_TAIL, num_ranks=1, seed=3, epoch=epoch, samples_per_step=2) for epoch in (0, 1)]
     planned = [sum(float(plan.step(step).costs.sum()) for step in plan.steps) for plan in plans]
