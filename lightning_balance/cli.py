@@ -17,15 +17,29 @@ commands:
 
 lightning-balance COMMAND --help shows the options of a command.
 """
+_STATUS_OF_SIGINT = 130
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 COMMANDS = ("plan", "calibrate", "set-max-tokens", *_TRAINER_COMMANDS)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; `args` is for calls from Python and defaults to the process's own arguments."""
+    """Run the command line; `args` is for calls from Python and defaults to the process's own arguments.
+
+    Ctrl-C ends it with the status 130, as shells have it.
+    """
+    try:
+        _run(args)
+    except KeyboardInterrupt:
+        sys.exit(_STATUS_OF_SIGINT)
+
+
+def _run(args: Sequence[str] | None) -> None:
     words = list(sys.argv[1:] if args is None else args)
     if not words or words[0] in ("-h", "--help"):
-        print(_USAGE, end="")
+        from lightning_balance.console import output_of
+
+        with output_of("lightning-balance"):
+            print(_USAGE, end="")
     elif words[0] == "plan":
         from lightning_balance.what_if import run_plan_command
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from lightning_balance.report import Row
 
-__all__ = ["comparison_cells", "format_value", "print_table", "render_table", "say"]
+__all__ = ["comparison_cells", "format_value", "output_of", "print_table", "render_table", "say"]
 
 _MISSING = "-"
 # Rich takes 80 columns where there is no terminal and would cut cells; no table is that wide.
@@ -107,8 +109,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     Raises:
         ValueError: a row has another number of cells than there are columns.
     """
-    _check_rows(columns, rows)
     file = sys.stdout if file is None else file
+    title, columns, rows = _held(title, file), _held_cells(columns, file), [_held_cells(row, file) for row in rows]
+    _check_rows(columns, rows)
     if not _print_rich_table(title, columns, rows, file):
         print(render_table(title, columns, rows), file=file)
     file.flush()
@@ -116,7 +119,46 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def say(text: str) -> None:
     """Print a line or several to standard output."""
-    print(text, flush=True)
+    print(_held(text, sys.stdout), flush=True)
+
+
+@contextmanager
+def output_of(command: str) -> Iterator[None]:
+    """Let a command end as Unix tools do where what the block prints cannot be written.
+
+    The status is 1. When the reader has gone nothing is said, as Rich and Python's own documentation have it; else
+    there is a sentence.
+
+    Args:
+        command: its name, for the sentence.
+    """
+    if sys.stdout is None:
+        sys.exit(f"{command}: error: standard output is closed")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered would be written again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        sys.exit(f"{command}: error: standard output cannot be written: {error.strerror}")
+
+
+def _held(text: str, file: TextIO) -> str:
+    """Return a text in characters that the file's encoding has; names of files may have none in any."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("≥", ">=").encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def _held_cells(cells: Sequence[str], file: TextIO) -> list[str]:
+    return [_held(cell, file) for cell in cells]
 
 
 def _print_rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> bool:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_balance.console import output_of, say
 from lightning_balance.control import request_max_tokens
 
 
@@ -24,12 +25,15 @@ def run_control_command(words: Sequence[str]) -> None:
         metavar="DIR",
         help="the folder that the job's first logger writes to, such as lightning_logs/version_0",
     )
-    options = parser.parse_args(words)
+    with output_of(parser.prog):  # --help
+        options = parser.parse_args(words)
     try:
         run = request_max_tokens(options.run, options.max_tokens)
     except ValueError as error:
         parser.error(str(error))
-    print(
-        f"asked the job in {options.run} (process {run.pid} on {run.host}) for {options.max_tokens:,} tokens per"
-        f" micro-batch instead of {run.max_tokens:,}; it looks for requests every {run.every_n_steps} optimizer step(s)"
-    )
+    with output_of(parser.prog):
+        say(
+            f"asked the job in {options.run} (process {run.pid} on {run.host}) for {options.max_tokens:,} tokens per"
+            f" micro-batch instead of {run.max_tokens:,}; it looks for requests every {run.every_n_steps} optimizer"
+            " step(s)"
+        )

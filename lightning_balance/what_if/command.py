@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import math
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_balance.console import print_table
+from lightning_balance.console import output_of, print_table, say
 from lightning_balance.cost import CostModel
 from lightning_balance.validation import check_positive_int
 from lightning_balance.what_if import tables
@@ -31,6 +32,8 @@ __all__ = ["run_plan_command"]
 
 DEFAULT_BATCH_SIZE = 8
 _WIDTH_OF_NOTES = 120
+_OPTION_OF = {"num_ranks": "--ranks", "num_slots": "--accumulate"}
+"""Options that have other names than what they set."""
 
 Render = Callable[[Comparison, str], "str | bytes"]
 
@@ -42,7 +45,8 @@ def run_plan_command(words: Sequence[str]) -> None:
     are written ends it with 1. What the code of a user's dataset raises is not caught.
     """
     parser = make_parser()
-    given = parser.parse_args(words)
+    with output_of(parser.prog):  # --help
+        given = parser.parse_args(words)
     outputs = _outputs(given)
     try:
         check_outputs({option: path for option, path, _ in outputs})
@@ -55,8 +59,8 @@ def run_plan_command(words: Sequence[str]) -> None:
         if isinstance(given.steps, int):
             check_positive_int("--steps", given.steps)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
-    source = Path(given.lengths).name
+        parser.error(_in_options(str(error)))
+    source = os.fsencode(Path(given.lengths).name).decode(errors="backslashreplace")
     with show_progress("Planning") as bar:
         comparison = compare(
             lengths,
@@ -71,9 +75,10 @@ def run_plan_command(words: Sequence[str]) -> None:
                 write_file(path, render(comparison, source))
         except OSError as error:
             parser.exit(1, f"{parser.prog}: error: {error}\n")
-    _print(comparison, source)
-    for _, path, _ in outputs:
-        print(f"Wrote {path}")
+    with output_of(parser.prog):
+        _print(comparison, source)
+        for _, path, _ in outputs:
+            say(f"Wrote {path}")
 
 
 def _outputs(given: argparse.Namespace) -> list[tuple[str, Path, Render]]:
@@ -115,6 +120,12 @@ def _options(given: argparse.Namespace, found: FoundLengths) -> PlanOptions:
     return PlanOptions(**chosen, cost=CostModel(intercept=given.intercept, alpha=given.alpha))
 
 
+def _in_options(sentence: str) -> str:
+    """Return a sentence that begins with the name of a setting, with the name of its option."""
+    name, _, rest = sentence.partition(" ")
+    return f"{_OPTION_OF.get(name, name)} {rest}"
+
+
 def _clipped(found: FoundLengths, max_length: int | None) -> NDArray[np.int64]:
     if max_length is None:
         return found.lengths
@@ -135,10 +146,10 @@ def _planning(bar: Bar, num_steps: int) -> Callable[[float, int], None]:
 
 
 def _print(comparison: Comparison, source: str) -> None:
-    print(tables.describe_lengths(comparison, source))
+    say(tables.describe_lengths(comparison, source))
     for table in (tables.figures_table(comparison), tables.randomness_table(comparison)):
         if table is not None:
             print_table(table.title, table.columns, table.rows)
     width = min(shutil.get_terminal_size((_WIDTH_OF_NOTES, 0)).columns, _WIDTH_OF_NOTES)
     for note in tables.notes(comparison):
-        print(textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  "))
+        say(textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  "))

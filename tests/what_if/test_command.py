@@ -438,9 +438,9 @@ def test_equal_input_gives_equal_files(lengths_file, tmp_path) -> None:
         (["a.txt", "--column", "length"], "--column length needs a file with named columns"),
         (["bad.txt"], "bad.txt: lengths[1] is -2; every length must be at least 1"),
         (["empty.txt"], "empty.txt: lengths is empty"),
-        (["a.txt", "--ranks", "0"], "num_ranks must be an integer >= 1, got 0"),
+        (["a.txt", "--ranks", "0"], "error: --ranks must be an integer >= 1, got 0"),
         (["a.txt", "--ranks", "two"], "argument --ranks/--num_ranks: invalid int value: 'two'"),
-        (["a.txt", "--accumulate", "0"], "num_slots must be"),
+        (["a.txt", "--accumulate", "0"], "error: --accumulate must be"),
         (["a.txt", "--batch-size", "0"], "batch_size must be"),
         (["a.txt", "--max-length", "0"], "max_length must be"),
         (["a.txt", "--pad-to-multiple-of", "0"], "pad_to_multiple_of must be"),
@@ -565,6 +565,65 @@ def test_a_mistake_in_the_user_s_code_shows_where(tmp_path) -> None:
 
 
 # The process
+
+
+def run_plainly(words: list[str], output: int, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with a standard output of the test's; its error stream is returned."""
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_balance", *words],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
+        timeout=100,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["plan", "lengths.npy", "--steps", "1"]], ids=len)
+def test_when_nobody_reads_the_command_ends_silently(words, lengths_file) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = run_plainly([word.replace("lengths.npy", lengths_file) for word in words], writer)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("words", [[], ["plan", "lengths.npy", "--steps", "1"]], ids=len)
+def test_a_standard_output_that_cannot_be_written_is_said_in_one_sentence(words, lengths_file) -> None:
+    read_only = os.open(lengths_file, os.O_RDONLY)
+    run = run_plainly([word.replace("lengths.npy", lengths_file) for word in words], read_only)
+    os.close(read_only)
+    assert run.returncode == 1
+    assert len(run.stderr.splitlines()) == 1
+    assert run.stderr.endswith("error: standard output cannot be written: Bad file descriptor\n")
+
+
+def test_a_closed_standard_output_is_said_in_one_sentence(lengths_file) -> None:
+    code = f"import sys; sys.stdout = None; from lightning_balance.cli import main; main(['plan', {lengths_file!r}])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (run.returncode, run.stderr) == (1, "lightning-balance plan: error: standard output is closed\n")
+
+
+def test_ctrl_c_ends_without_a_traceback(lengths_file, monkeypatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_balance.what_if.command.compare", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        main(["plan", lengths_file])
+
+
+def test_an_output_of_ascii_gets_signs_that_it_has(lengths_file, tmp_path) -> None:
+    name = os.fsdecode(b"a\xff\xc3\xa4.npy")  # no UTF-8, then a letter that ASCII lacks
+    (tmp_path / name).write_bytes(Path(lengths_file).read_bytes())
+    words = ["plan", str(tmp_path / name), *RUN, "--steps", "4", "--html", str(tmp_path / f"{name}.html")]
+    for encoding in ("ascii", "utf-8"):
+        run = run_plainly(words, subprocess.PIPE, PYTHONIOENCODING=encoding)
+        assert (run.returncode, run.stderr) == (0, "")
+        assert (">= " in run.stdout) == (encoding == "ascii")
+        assert run.stdout.startswith("a\\xff" + ("\\xe4.npy" if encoding == "ascii" else "ä.npy"))
+        assert "a\\xffä.npy" in (tmp_path / f"{name}.html").read_text()
 
 
 def test_planning_from_a_file_loads_neither_torch_nor_lightning_nor_matplotlib(lengths_file, tmp_path) -> None:
