@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from lightning_balance.calibration.file import SUFFIXES, read_cost_file
+from lightning_balance.calibration.file import is_cost_path, read_cost_file
 from lightning_balance.cost import CostFunction, CostModel
 from lightning_balance.validation import check_choice, check_positive_int
 
@@ -313,7 +313,7 @@ def without_cost_files() -> Iterator[None]:
 def _resolve_cost(value: Any) -> Any:
     if callable(value) or value == "auto":
         return value
-    if isinstance(value, (str, os.PathLike)) and str(value).endswith(SUFFIXES):
+    if isinstance(value, (str, os.PathLike)) and is_cost_path(value):
         return read_cost_file(value) if _reads_cost_files.get() else CostModel()
     if isinstance(value, str) and "." in value:
         return import_callable(value, "cost")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.environment import RESULTS
-from benchmarks.tables import planning, training
+from benchmarks.tables import planning, simulation, training
 from benchmarks.tables.formats import Json
 
 TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
@@ -36,6 +36,11 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "budget_sweep_fsdp2": ("budget_sweep", lambda data: training.budget_sweep(data, "FSDP2")),
     "evaluation": ("evaluation", training.evaluation),
     "overhead": ("overhead", training.overhead),
+    "simulation_micro_batch": ("simulation", lambda data: simulation.simulation(data, "micro_batch")),
+    "simulation_step": ("simulation", lambda data: simulation.simulation(data, "step")),
+    "simulation_ranks": ("simulation", simulation.simulation_ranks),
+    "simulation_ranks_largest": ("simulation", lambda data: simulation.simulation_ranks(data, largest=True)),
+    "simulation_noise": ("simulation", simulation.simulation_noise),
     "plan_demo": ("plan_report", planning.plan_demo),
     "plan_million": ("plan_report", planning.plan_million),
     "plan_reading": ("plan_report", planning.plan_reading),

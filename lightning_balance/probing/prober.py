@@ -38,7 +38,7 @@ class Prober:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.device: torch.device = trainer.strategy.root_device
-        self._ranks_wait_inside = _lightning.synchronises_every_micro_batch(trainer) or any(
+        self._ranks_wait_inside = _lightning.exchanges_every_micro_batch(trainer) or any(
             isinstance(module, nn.SyncBatchNorm) for module in trainer.lightning_module.modules()
         )
 

@@ -2,8 +2,8 @@
 
 from benchmarks.tables import documents
 
-TRAINING_SCRIPTS = {"budget_sweep", "calibration", "end_to_end", "loss_curves", "memory", "overhead"}
-"""Scripts whose figures take training, and tests of their own."""
+SCRIPTS_WITH_TESTS = {"budget_sweep", "calibration", "end_to_end", "loss_curves", "memory", "overhead", "simulation"}
+"""Scripts whose figures take training or long, and that have tests of their own."""
 
 
 def check_table(name, folder):

@@ -24,7 +24,7 @@ from benchmarks.tables import documents
 from benchmarks.timing import alternate
 from lightning_balance import CostModel, plan_epoch, plan_step
 from lightning_balance.report import summarize
-from tests.benchmarks.tables import TRAINING_SCRIPTS, check_table
+from tests.benchmarks.tables import SCRIPTS_WITH_TESTS, check_table
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 150), 2, 200).astype(np.int64)
 SHAPE = Shape(num_ranks=2, num_slots=2, batch_size=4)
@@ -230,7 +230,7 @@ def test_results_hold_versions_hardware_and_command_but_no_folder(results, monke
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name, (script, _) in documents.TABLES.items() if script not in TRAINING_SCRIPTS)
+    "name", sorted(name for name, (script, _) in documents.TABLES.items() if script not in SCRIPTS_WITH_TESTS)
 )
 def test_every_table_comes_from_the_saved_figures(results, name):
     check_table(name, results)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from benchmarks.tables import markdown, seconds
-
-Json = dict[str, Any]
+from benchmarks.tables.formats import Json, markdown, seconds
 
 
 def simulation(data: Json, sync: str) -> str:
@@ -105,12 +100,3 @@ def simulation_noise(data: Json) -> str:
 def _text_in_second_column(text: str) -> str:
     """Return a markdown table whose second column stands to the left, too."""
     return text.replace("| --- | ---: |", "| --- | --- |", 1)
-
-
-TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
-    "simulation_fsdp": ("simulation", lambda data: simulation(data, "micro_batch")),
-    "simulation_ddp": ("simulation", lambda data: simulation(data, "step")),
-    "simulation_ranks": ("simulation", simulation_ranks),
-    "simulation_ranks_largest": ("simulation", lambda data: simulation_ranks(data, largest=True)),
-    "simulation_noise": ("simulation", simulation_noise),
-}
