@@ -15,6 +15,7 @@ Beside it the time inside the callback's own hooks, as a share of its steps: exa
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     Job.add_options(parser, num_ranks=1)
     options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     figures = measure(Job.of(options), num_rounds=options.rounds, num_steps=options.steps, length=options.length)
     command = environment.command_line("overhead", out="DIR")
     print(environment.save("overhead", figures, command=command, folder=options.out))

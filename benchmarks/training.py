@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -89,7 +88,6 @@ class Job:
 
     def trainer(self, strategy: str, callbacks: Sequence[Callback], **arguments: Any) -> L.Trainer:
         """Return a trainer that shows and saves nothing."""
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         defaults: dict[str, Any] = {
             "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
         }  # fmt: skip

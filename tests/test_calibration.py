@@ -150,7 +150,7 @@ def test_the_same_measurements_give_the_same_file(tmp_path):
         (b"\xff\xfe\x00", "is not a YAML file"),
         ("[" * 5000, "is not a YAML file"),
         ("intercept: " + "9" * 5000 + "\nalpha: 0", "is not a YAML file"),
-        ("intercept: " + "9" * 400 + "\nalpha: 0", "too large"),
+        ("intercept: " + "9" * 400 + "\nalpha: 0", "intercept must be at most 1e\\+100"),
         ("intercept: 1\nalpha: much", "alpha must be a number"),
         ("intercept: -1\nalpha: 0", "intercept must be a finite number of at least 0"),
         ("version: 9\nintercept: 1\nalpha: 0", "reads version 1"),
