@@ -6,15 +6,14 @@ all tensors that are alive (:class:`LiveBytes`), the same in every run; scratch 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
 from benchmarks.training import Job
 from lightning_balance.demo import CausalLM
 from lightning_balance.probing.live_bytes import LiveBytes
+from lightning_balance.probing.peak import standing_tensors
 
 NUM_LARGEST = 3
 """So many micro-batches are run: those with most padded tokens, and those with the largest quadratic part."""
@@ -56,7 +55,7 @@ class Peaks:
             run()
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated()
-        with LiveBytes(self._standing()) as live:
+        with LiveBytes(standing_tensors(self._model, [self._optimizer])) as live:
             run()
         return live.peak
 
@@ -73,12 +72,6 @@ class Peaks:
             loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=False)
-
-    def _standing(self) -> Iterator[Tensor]:
-        yield from itertools.chain(self._model.parameters(), self._model.buffers())
-        yield from (parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
-        for state in self._optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def largest(shapes: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:

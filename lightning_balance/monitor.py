@@ -181,16 +181,17 @@ class RunMonitor:
         costs = plan.costs[:num_slots]
         synchronised = costs if self.sync == "micro_batch" else costs.sum(axis=0, keepdims=True)
         padded = plan.padded_tokens[:num_slots]
+        num_samples = place.num_samples
         step = Totals(
             num_steps=1,
             num_micro_batches=padded.size,
-            num_samples=place.num_samples,
+            num_samples=num_samples,
             real_tokens=place.real_tokens,
             padded_tokens=int(padded.sum()),
             spread_sum=cost_spread(synchronised) * len(synchronised),
             num_synchronisations=len(synchronised),
             largest_micro_batch=int(padded.max()),
-            modelled_samples=place.num_samples,
+            modelled_samples=num_samples,
             modelled_time=float(synchronised.max(axis=1).sum()),
             seconds=seconds,
             waited_seconds=waited,

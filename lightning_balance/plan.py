@@ -79,10 +79,9 @@ class StepPlan:
         >>> plan.micro_batch(0, 0), plan.rotated(1).micro_batch(1, 0)
         (array([0]), array([0]))
         """
-        num_ranks = self.num_samples.shape[1]
-        if shift % num_ranks == 0:
+        if shift % self.num_ranks == 0:
             return self
-        ranks = (np.arange(num_ranks) - shift) % num_ranks
+        ranks = (np.arange(self.num_ranks) - shift) % self.num_ranks
         moved = {
             name: getattr(self, name)[:, ranks]
             for name in ("starts", "num_samples", "padded_lengths", "real_tokens", "costs")

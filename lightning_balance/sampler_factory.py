@@ -21,6 +21,7 @@ from lightning_balance.cost import CostFunction, CostModel
 from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
 from lightning_balance.partition.shapes import round_up_to_multiple
+from lightning_balance.probing._lightning import showing_loader
 from lightning_balance.probing.budget import BudgetFinder
 from lightning_balance.probing.micro_batches import MicroBatches
 from lightning_balance.sampler import BalancedBatchSampler
@@ -200,7 +201,7 @@ class SamplerFactory:
             memory_fraction=memory_fraction,
             memory_limit_gib=memory_limit_gib,
         )
-        with _lightning.showing_loader(self._trainer, loader):
+        with showing_loader(self._trainer, loader):
             max_tokens, search = finder.find()
         return max_tokens, search, finder.limit_gib
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning_balance
 from lightning_balance import _lightning
+from lightning_balance.probing import _lightning as of_probing
 from tests.distributed import run_ranks
 from tests.toys import ScalarModel, equal_samples, loader, trainer
 
@@ -532,8 +533,8 @@ def test_a_micro_batch_runs_outside_of_the_loop_as_in_it():
         model = trainer.lightning_module
         assert isinstance(model, ScalarModel)
         batch = next(iter(loader(equal_samples([1, 2]), 2)))
-        with _lightning.outside_the_loop(trainer), _lightning.without_gradient_sync(trainer):
-            loss = _lightning.run_micro_batch(trainer, _lightning.move_batch(trainer, batch))
+        with of_probing.outside_the_loop(trainer), of_probing.without_gradient_sync(trainer):
+            loss = of_probing.run_micro_batch(trainer, of_probing.move_batch(trainer, batch))
         return loss, model.gradient(), list(model.served)
 
     at = At(on_train_start=run)
@@ -550,7 +551,7 @@ class Transfers(ScalarModel):
 
 def test_a_batch_passes_the_modules_transfer_hooks():
     batch = next(iter(loader(equal_samples([1]), 1)))
-    at = At(on_train_start=lambda trainer: float(_lightning.move_batch(trainer, batch)["x"]))
+    at = At(on_train_start=lambda trainer: float(of_probing.move_batch(trainer, batch)["x"]))
     fit(at, model=Transfers())
     assert at.found["on_train_start"] == [2.0]
 
@@ -566,8 +567,8 @@ class Logs(ScalarModel):
 def test_outside_of_the_loop_nothing_is_logged_and_no_callback_called():
     def run(trainer: Trainer) -> tuple[int, dict[str, Any]]:
         batch = next(iter(loader(equal_samples([1]), 1)))
-        with _lightning.outside_the_loop(trainer):
-            _lightning.run_micro_batch(trainer, batch)
+        with of_probing.outside_the_loop(trainer):
+            of_probing.run_micro_batch(trainer, batch)
             num_callbacks = len(_lightning.callbacks(trainer))
         return num_callbacks, dict(trainer.callback_metrics)
 
@@ -582,7 +583,7 @@ def test_callbacks_are_taken_out_of_a_run_from_setup_on():
 
     class TakesOut(Callback):
         def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-            _lightning.keep_callbacks(trainer, lambda callback: callback is self)
+            of_probing.keep_callbacks(trainer, lambda callback: callback is self)
 
     fit(TakesOut(), late)
     assert late.found["on_train_start"] == []

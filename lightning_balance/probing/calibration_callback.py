@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch.utils.data import DataLoader
 
 import lightning_balance
-from lightning_balance import _lightning
+from lightning_balance._lightning import intercept_train_dataloader
 from lightning_balance.agreement import from_rank_zero, on_every_rank
 from lightning_balance.calibration.file import check_can_write, check_is_cost_path, write_cost_file
 from lightning_balance.calibration.fit import CostFit, fit_cost
@@ -24,6 +24,7 @@ from lightning_balance.callback import BalanceCallback
 from lightning_balance.checks import check_trainer
 from lightning_balance.console import format_value, print_table, say
 from lightning_balance.loaders import check_loader
+from lightning_balance.probing import _lightning
 from lightning_balance.probing.prober import Prober
 from lightning_balance.probing.timing import measure_grid
 from lightning_balance.sampler_factory import SamplerFactory
@@ -87,7 +88,7 @@ class CalibrationCallback(BalanceCallback):
         on_every_rank(lambda: check_trainer(trainer, pl_module))
         if not self._find_max_tokens:
             from_rank_zero(lambda: check_can_write("calibrate.out", self._options.out))
-        _lightning.intercept_train_dataloader(trainer, self._keep)
+        intercept_train_dataloader(trainer, self._keep)
 
     def _keep(self, loader: Any) -> DataLoader[Any]:
         self._loader = loader

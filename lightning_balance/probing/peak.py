@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_balance.memory import GIB, has_accelerator_peak, read_accelerator_peak, restart_accelerator_peak
@@ -52,7 +52,8 @@ class PeakMeter:
         Infinite where it returns False: memory ran out.
         """
         if not self._has_allocator:
-            with LiveBytes(self._standing_tensors()) as live:
+            trainer = self._prober.trainer
+            with LiveBytes(standing_tensors(trainer.lightning_module, trainer.optimizers)) as live:
                 has_memory = run()
             return float(live.peak / self.limit_bytes) if has_memory else inf
         self._prober.synchronise()
@@ -68,16 +69,13 @@ class PeakMeter:
         free, _ = device.mem_get_info()
         return float(free + device.memory_reserved())
 
-    def _standing_tensors(self) -> Iterator[Tensor]:
-        module = self._prober.trainer.lightning_module
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
-        yield from _optimizer_tensors(self._prober.trainer.optimizers)
 
-
-def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+def standing_tensors(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """What is in memory between micro-batches: parameters, buffers, gradients and the state of the optimizers."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        yield tensor
+        if tensor.grad is not None:
+            yield tensor.grad
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_balance import _lightning
+from lightning_balance._lightning import exchanges_every_micro_batch
 from lightning_balance.agreement import gather_objects, on_every_rank
+from lightning_balance.probing import _lightning
 from lightning_balance.probing.snapshot import Snapshot
 
 Result = TypeVar("Result")
@@ -38,7 +39,7 @@ class Prober:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.device: torch.device = trainer.strategy.root_device
-        self._ranks_wait_inside = _lightning.exchanges_every_micro_batch(trainer) or any(
+        self._ranks_wait_inside = exchanges_every_micro_batch(trainer) or any(
             isinstance(module, nn.SyncBatchNorm) for module in trainer.lightning_module.modules()
         )
 
