@@ -41,8 +41,8 @@ from lightning_balance import BalanceCallback, CostModel
 from lightning_balance.demo import PadCollator, TokenDataset
 
 NUM_SLOTS, BATCH_SIZE = 2, 8
-PLAIN, GROUPED, PEER, CEILING = "plain shuffle", "LengthGrouped", "BatchRebalance", "ceiling"
-REFERENCES = (PLAIN, PEER, CEILING)
+CEILING = "ceiling"
+REFERENCES = (peers.PLAIN, peers.REBALANCED, CEILING)
 
 
 def ours(max_tokens: int, cost: CostModel) -> dict[str, dict[str, Any]]:
@@ -68,16 +68,8 @@ def without_padding(lengths: NDArray[np.int64], shape: Shape) -> NDArray[np.int6
 
 def served_by_others(method: str, lengths: NDArray[np.int64], shape: Shape, seed: int) -> list[Any]:
     """Return the micro-batches of a peer, or of the ceiling, in the order slot 0 rank 0, slot 0 rank 1, ..."""
-    arguments = {**asdict(shape), "seed": seed}
-    if method == PLAIN:
-        return peers.random_batches(lengths, **arguments)
-    if method == GROUPED:
-        return peers.length_grouped(lengths, **arguments)
-    if method == PEER:
-        listed = lengths.tolist()
-        return peers.all_ranks(
-            lambda rank: peers.batch_rebalance_for_one_rank(listed, **arguments, rank=rank), shape.num_ranks
-        )
+    if method in peers.SAMPLERS:
+        return peers.SAMPLERS[method](lengths, **asdict(shape), seed=seed)
     slots = np.arange(len(lengths)).reshape(-1, shape.num_ranks, shape.batch_size)
     return list(slots[np.random.default_rng(seed).permutation(len(slots))].reshape(-1, shape.batch_size))
 
@@ -120,7 +112,7 @@ def rounds_on_this_rank(
     cost = own_job.calibrated_cost(strategy, data, BATCH_SIZE)
     longest = int(np.max(data.lengths))
     rows = ours(BATCH_SIZE * longest // 2, cost)
-    methods = [PLAIN, GROUPED, PEER, *rows, CEILING]
+    methods = [*peers.SAMPLERS, *rows, CEILING]
     runs = []
     for index in range(num_rounds + 1):
         for method in in_turn(methods, index):

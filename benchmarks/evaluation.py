@@ -16,13 +16,13 @@ import warnings
 from time import perf_counter
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.environment import command_line, save
+from benchmarks.training import Job, median_and_range
 from lightning_balance import BalanceCallback
 from lightning_balance.demo import CausalLM, FunctionsDataModule
 from lightning_balance.evaluation.plan import plan_evaluation
@@ -33,10 +33,7 @@ def predict(model: CausalLM, loader: DataLoader[Any], max_tokens: int | None) ->
     balance = [] if max_tokens is None else [BalanceCallback(stages=["predict"], eval_max_tokens=max_tokens)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = L.Trainer(
-            accelerator="cpu", devices=1, callbacks=balance, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = Job(num_ranks=1).trainer("auto", balance)
         started = perf_counter()
         predictions = trainer.predict(model, loader)
     assert predictions is not None
@@ -74,7 +71,8 @@ def measure(*, num_functions: int, batch_size: int, hidden_size: int, num_rounds
             taken, predictions[run] = predict(model, loader, max_tokens if run == "budget" else None)
             if index:  # the first round warms up
                 seconds[run].append(taken)
-    real, ratios = int(lengths.sum()), np.array(seconds["plain"]) / np.array(seconds["budget"])
+    real = int(lengths.sum())
+    ratios = [plain / budget for plain, budget in zip(seconds["plain"], seconds["budget"], strict=True)]
     return {
         "num_samples": len(lengths),
         "num_rounds": num_rounds,
@@ -86,7 +84,7 @@ def measure(*, num_functions: int, batch_size: int, hidden_size: int, num_rounds
             "budget": real / int(plan.padded_tokens.sum()),
         },
         "tokens_per_second": {run: real / float(np.median(times)) for run, times in seconds.items()},
-        "speed_up": [float(value) for value in np.quantile(ratios, [0.5, 0, 1])],
+        "speed_up": median_and_range(ratios),
         "predictions_alike": share_alike(predictions["plain"], predictions["budget"], lengths),
     }
 

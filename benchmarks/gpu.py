@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.environment import RESULTS
-from benchmarks.tables.documents import table
+from benchmarks.tables.documents import TABLES, table
 
 MODEL = ["--accelerator", "gpu", "--num-ranks", "1", "--precision", "bf16-mixed"]
 MODEL += ["--hidden-size", "512", "--num-layers", "8", "--num-heads", "8"]
@@ -54,7 +54,6 @@ SCRIPTS: dict[str, tuple[float, list[str], list[str]]] = {
     ),
 }
 # fmt: on
-TABLES = ("end_to_end_ddp", "end_to_end_fsdp2", "memory", "largest_batch", "budget_sweep_ddp", "budget_sweep_fsdp2")
 
 
 def run(name: str, words: list[str], time_limit_s: float) -> bool:
@@ -90,7 +89,7 @@ def main() -> None:
         words = [*(on_cpu if options.small else on_gpu), "--out", str(options.out)]
         if not run(name, words, 600 if options.small else time_limit_s):
             failed.append(name)
-    for name in (*TABLES, "overhead"):
+    for name in (name for name, (script, _) in TABLES.items() if script in options.only):
         try:
             print(f"\n{name}\n\n{table(name, options.out)}", flush=True)
         except FileNotFoundError:

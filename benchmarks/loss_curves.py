@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from benchmarks import environment
+from benchmarks import environment, peers
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import Job, in_turn, median_and_range, samples_of
 from lightning_balance import BalanceCallback
@@ -34,11 +34,10 @@ from lightning_balance.demo import CausalLM, PadCollator, TokenDataset
 
 NUM_SLOTS, BATCH_SIZE = 2, 8
 METHODS: dict[str, dict[str, Any] | None] = {
-    "plain shuffle": None,
+    peers.PLAIN: None,
     "rebalance": {},
     "token budget 4,096": {"max_tokens": 4096},
 }
-PLAIN = "plain shuffle"
 NUM_HELD_OUT = 64
 
 
@@ -123,7 +122,7 @@ def runs_on_this_rank(job: dict[str, Any], num_steps: int, num_seeds: int, every
     sequences = [everything[index]["input_ids"].numpy() for index in order]
     data = TokenDataset(sequences[NUM_HELD_OUT:], max_length=1024)
     held_out = TokenDataset(sequences[:NUM_HELD_OUT], max_length=1024)
-    train(METHODS[PLAIN], TokenDataset(sequences[:64], max_length=1024), held_out, 0, own_job, 1)  # warms up
+    train(METHODS[peers.PLAIN], TokenDataset(sequences[:64], max_length=1024), held_out, 0, own_job, 1)  # warms up
     runs = []
     for seed in range(num_seeds):
         for method in in_turn(list(METHODS), seed):
@@ -159,14 +158,16 @@ def figures_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
     found = {}
     for method in METHODS:
         own = [curves[method, seed] for seed in seeds]
-        plain = [curves[PLAIN, seed] for seed in seeds]
+        plain = [curves[peers.PLAIN, seed] for seed in seeds]
         found[method] = {
             "last_loss": median_and_range([points[-1]["loss"] for points in own]),
             "loss_minus_plain": median_and_range(
                 [points[-1]["loss"] - other[-1]["loss"] for points, other in zip(own, plain, strict=True)]
             ),
             "seconds": median_and_range([points[-1]["seconds"] for points in own]),
-            "speed_up_to_loss": median_and_range([seconds[PLAIN, seed] / seconds[method, seed] for seed in seeds]),
+            "speed_up_to_loss": median_and_range(
+                [seconds[peers.PLAIN, seed] / seconds[method, seed] for seed in seeds]
+            ),
         }
     return found
 

@@ -15,8 +15,6 @@ The limit is what length grouping needs with a per-device batch of 8; the larges
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,37 +29,21 @@ from benchmarks.peaks import Peaks
 from benchmarks.served import ServedEpoch
 from benchmarks.training import Job, samples_of
 from lightning_balance import plan_epoch
+from lightning_balance.what_if.methods import base_budget
+from lightning_balance.what_if.options import PlanOptions
 
-PLAIN, GROUPED, PEER, REBALANCE, BUDGET = (
-    "plain shuffle", "LengthGrouped", "BatchRebalance", "rebalance", "token budget"
-)  # fmt: skip
-METHODS = (PLAIN, GROUPED, PEER, REBALANCE, BUDGET)
+REBALANCE, BUDGET = "rebalance", "token budget"
+METHODS = (*peers.SAMPLERS, REBALANCE, BUDGET)
 BATCH_OF_LIMIT = 8
 SEED = 0
 
 
-def budget_of(lengths: NDArray[np.int64], batch_size: int) -> int:
-    """Return the real tokens of a plain micro-batch, or the longest sample where that is more.
-
-    >>> budget_of(np.array([10, 20, 90]), 8)
-    320
-    """
-    return max(math.ceil(batch_size * float(lengths.mean())), int(lengths.max()))
-
-
 def serve(method: str, lengths: NDArray[np.int64], shape: Shape) -> ServedEpoch:
     """Return the micro-batches of all ranks."""
-    arguments = {**asdict(shape), "seed": SEED}
-    others: dict[str, Callable[[], list[Any]]] = {
-        PLAIN: lambda: peers.random_batches(lengths, **arguments),
-        GROUPED: lambda: peers.length_grouped(lengths, **arguments),
-        PEER: lambda: peers.all_ranks(
-            lambda rank: peers.batch_rebalance_for_one_rank(lengths.tolist(), **arguments, rank=rank), shape.num_ranks
-        ),
-    }
-    if method in others:
-        return peers.serve(others[method](), shape.num_ranks, shape.num_slots)
-    budget = {"max_tokens": budget_of(lengths, shape.batch_size)}
+    if method in peers.SAMPLERS:
+        served = peers.SAMPLERS[method](lengths, **asdict(shape), seed=SEED)
+        return peers.serve(served, shape.num_ranks, shape.num_slots)
+    budget = {"max_tokens": base_budget(lengths, PlanOptions(batch_size=shape.batch_size))}
     cut: dict[str, Any] = budget if method == BUDGET else {"num_slots": shape.num_slots}
     plan = plan_epoch(
         lengths, num_ranks=shape.num_ranks, samples_per_step=shape.samples_per_step, sync="step", seed=SEED, **cut
@@ -98,7 +80,7 @@ class Batches:
         lengths = self._lengths[: num_steps * shape.samples_per_step]
         served = serve(method, lengths, shape)
         counts = served.counts.ravel()
-        padded = np.maximum.reduceat(lengths[served.samples], np.cumsum(counts) - counts)
+        padded = served.padded_lengths(lengths)
         return {
             "peak_bytes": self._peaks.of(zip(counts.tolist(), padded.tolist(), strict=True)),
             "largest_micro_batch": int((counts * padded).max()),
@@ -124,7 +106,7 @@ def measure(
         method: {str(size): batches.of(method, size) for size in batch_sizes}
         for method in tqdm(METHODS, desc="methods", disable=None)
     }
-    limit = batches.of(GROUPED, BATCH_OF_LIMIT)["peak_bytes"]
+    limit = batches.of(peers.GROUPED, BATCH_OF_LIMIT)["peak_bytes"]
     return {
         "job": asdict(job),
         "counted": "allocator (max_memory_allocated)" if job.accelerator == "gpu" else "live tensors, exact",

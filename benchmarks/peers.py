@@ -59,6 +59,15 @@ def batch_rebalance_for_one_rank(
     return list(sampler)
 
 
+def batch_rebalance(
+    lengths: NDArray[np.int64], *, num_ranks: int, num_slots: int, batch_size: int, seed: int
+) -> list[Any]:
+    """Return the micro-batches of transformers' ``BatchRebalanceSampler``, asked for every rank."""
+    listed = lengths.tolist()
+    shape = {"num_ranks": num_ranks, "num_slots": num_slots, "batch_size": batch_size}
+    return all_ranks(lambda rank: batch_rebalance_for_one_rank(listed, **shape, seed=seed, rank=rank), num_ranks)
+
+
 def greedy_fill(lengths: NDArray[np.int64], order: NDArray[np.int64], max_tokens: int) -> list[NDArray[np.int64]]:
     """Sort the samples and fill micro-batches one after another while ``count * longest <= max_tokens``.
 
@@ -148,6 +157,15 @@ def slots_of(num_slots: int, num_slots_per_step: int) -> list[int]:
 def serve(micro_batches: list[Any], num_ranks: int, num_slots: int) -> ServedEpoch:
     """Return micro-batches as an epoch of steps with ``num_slots`` slots."""
     return ServedEpoch.of(micro_batches, num_ranks, slots_of(len(micro_batches) // num_ranks, num_slots))
+
+
+PLAIN, GROUPED, REBALANCED = "plain shuffle", "LengthGrouped", "BatchRebalance"
+SAMPLERS: dict[str, Callable[..., list[Any]]] = {
+    PLAIN: random_batches,
+    GROUPED: length_grouped,
+    REBALANCED: batch_rebalance,
+}
+"""Samplers of fixed numbers of samples per step; each takes lengths, the shape of a step and a seed."""
 
 
 def _slices(order: NDArray[np.int64], batch_size: int, num_ranks: int) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def _fixed_peers(lengths: NDArray[np.int64], shape: Shape) -> list[Entry]:
         Entry(
             name="transformers BatchRebalanceSampler",
             group="samples",
-            serve=lambda: peers.serve(peers.all_ranks(rebalance, ranks), ranks, slots),
+            serve=lambda: peers.serve(peers.batch_rebalance(lengths, **asdict(shape), seed=SEED), ranks, slots),
             one_rank=lambda: rebalance(0),
         ),
     ]

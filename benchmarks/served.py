@@ -45,6 +45,16 @@ class ServedEpoch:
             raise ValueError(f"{len(counts)} slots were served for {slots.sum()} planned ones, or one of them is empty")
         return cls(samples=np.concatenate(arrays), counts=counts, num_slots_per_step=slots)
 
+    def padded_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the longest sample of each micro-batch, one after another.
+
+        >>> ServedEpoch.of([[3], [0, 1]], num_ranks=2, num_slots_per_step=[1]).padded_lengths(np.array([5, 7, 0, 2]))
+        array([2, 7])
+        """
+        counts = self.counts.ravel()
+        longest: NDArray[np.int64] = np.maximum.reduceat(lengths[self.samples], np.cumsum(counts) - counts)
+        return longest
+
     @classmethod
     def of_plan(cls, plan: EpochPlan) -> ServedEpoch:
         """Return what a plan serves."""
@@ -106,10 +116,8 @@ def figures_of(
     0.75
     """
     cost = cost or CostModel()
-    served = lengths[epoch.samples]
     counts = epoch.counts.ravel()
-    starts = np.cumsum(counts) - counts
-    padded_lengths = np.maximum.reduceat(served, starts)
+    padded_lengths = epoch.padded_lengths(lengths)
     padded_tokens = counts * padded_lengths
     costs = cost.cost(counts, padded_lengths).reshape(epoch.counts.shape)
     distinct = np.unique(epoch.samples)

@@ -17,7 +17,7 @@ import argparse
 import gc
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,15 @@ from tqdm import tqdm
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import environment, peers
-from benchmarks.planner import Shape
+from benchmarks.inputs import Shape
 from benchmarks.scale import lengths_of
 from benchmarks.served import ServedEpoch
 from benchmarks.timing import Timing, run_timed
 from lightning_balance import CostModel, plan_epoch
 from lightning_balance.cost import ROUNDING
 from lightning_balance.epoch import EpochPlan
+from lightning_balance.what_if.methods import base_budget
+from lightning_balance.what_if.options import PlanOptions
 
 SYNCS = ("micro_batch", "step")
 LOOKAHEAD = 8
@@ -104,7 +106,7 @@ def work_of(epoch: ServedEpoch, lengths: NDArray[np.int64], cost: CostModel) -> 
     counts = epoch.counts.ravel()
     served = lengths[epoch.samples]
     starts = np.cumsum(counts) - counts
-    padded = np.maximum.reduceat(served, starts)
+    padded = epoch.padded_lengths(lengths)
     by_sample = np.lexsort((-np.repeat(counts, counts), epoch.samples))
     is_real = np.zeros(len(served), dtype=bool)
     is_real[by_sample] = np.diff(epoch.samples[by_sample], prepend=-1) != 0
@@ -225,9 +227,9 @@ class Method:
 def peer_methods(lengths: NDArray[np.int64], shape: Shape, *, most_groups: int) -> Iterator[Method]:
     """Yield what other samplers serve, which know nothing of the cost model or of the sync."""
     ranks, slots = shape.num_ranks, shape.num_slots
-    arguments = {"num_ranks": ranks, "num_slots": slots, "batch_size": shape.batch_size, "seed": SEED}
-    yield Method(name="plain shuffle", epoch=peers.serve(peers.random_batches(lengths, **arguments), ranks, slots))
-    yield Method(name="LengthGrouped", epoch=peers.serve(peers.length_grouped(lengths, **arguments), ranks, slots))
+    for name in (peers.PLAIN, peers.GROUPED):
+        served = peers.SAMPLERS[name](lengths, **asdict(shape), seed=SEED)
+        yield Method(name=name, epoch=peers.serve(served, ranks, slots))
     if ranks * slots <= most_groups:
         yield batch_rebalance(lengths, shape)
 
@@ -247,7 +249,7 @@ def batch_rebalance(lengths: NDArray[np.int64], shape: Shape) -> Method:
         micro_batches += [sampler.plan[rank][slot] for slot in range(slots) for rank in range(ranks)]
         runs.append(seconds)
     return Method(
-        name="BatchRebalance",
+        name=peers.REBALANCED,
         epoch=peers.serve(micro_batches, ranks, slots),
         planning=Timing.of(runs),
         own_cost=CostModel(alpha=BatchRebalanceSampler.QUADRATIC_COST_COEF),
@@ -264,18 +266,9 @@ class _KeepsItsPlan(BatchRebalanceSampler):
         return self.plan
 
 
-def budget_of(lengths: NDArray[np.int64], batch_size: int) -> int:
-    """Return the tokens of an average micro-batch without padding, at least the longest sample.
-
-    >>> budget_of(np.array([3, 4]), 3), budget_of(np.array([1, 99]), 1)
-    (11, 99)
-    """
-    return max(int(np.ceil(batch_size * lengths.mean())), int(lengths.max()))
-
-
 def own_methods(lengths: NDArray[np.int64], shape: Shape, *, cost: CostModel, sync: str) -> Iterator[Method]:
     """Yield what the planner serves for a sync, with and without a budget, one step and 8 steps at a time."""
-    budget = budget_of(lengths, shape.batch_size)
+    budget = base_budget(lengths, PlanOptions(batch_size=shape.batch_size))
     for lookahead, ending in ((1, ""), (LOOKAHEAD, f", lookahead {LOOKAHEAD}")):
         for name, settings in (("rebalance", {"num_slots": shape.num_slots}), ("token budget", {"max_tokens": budget})):
             plan = plan_epoch(
@@ -465,13 +458,9 @@ def main() -> None:
 
 
 def _size(shape: Shape, num_steps: int) -> dict[str, int]:
-    return {
-        "num_ranks": shape.num_ranks,
-        "num_slots": shape.num_slots,
-        "batch_size": shape.batch_size,
-        "num_steps": num_steps,
-        "max_tokens": budget_of(lengths_of(num_steps * shape.samples_per_step), shape.batch_size),
-    }
+    lengths = lengths_of(num_steps * shape.samples_per_step)
+    max_tokens = base_budget(lengths, PlanOptions(batch_size=shape.batch_size))
+    return {**asdict(shape), "num_steps": num_steps, "max_tokens": max_tokens}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,18 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import budget_sweep, calibration, end_to_end, environment, gpu, loss_curves, memory, overhead, ranks
+from benchmarks import (
+    budget_sweep,
+    calibration,
+    end_to_end,
+    environment,
+    gpu,
+    loss_curves,
+    memory,
+    overhead,
+    peers,
+    ranks,
+)
 from benchmarks.inputs import Shape
 from benchmarks.peaks import Peaks
 from benchmarks.tables import documents
@@ -34,7 +45,7 @@ def test_end_to_end_compares_the_same_samples_on_two_ranks(tmp_path):
         of_ceiling = methods[end_to_end.CEILING]
         assert of_ceiling["pad_efficiency"] == of_ceiling[f"over {end_to_end.CEILING}"][0] == 1.0
         assert all(0 < values["pad_efficiency"] <= 1 for values in methods.values())
-        assert methods[end_to_end.PLAIN]["peak_mib"] >= methods["token budget 256"]["peak_mib"]
+        assert methods[peers.PLAIN]["peak_mib"] >= methods["token budget 256"]["peak_mib"]
         assert figures[strategy]["cost"]["alpha"] >= 0
     check_tables("end_to_end", figures, tmp_path)
 
@@ -72,9 +83,9 @@ def test_memory_grows_with_the_batch_and_less_under_a_budget(tmp_path):
     figures = memory.measure(ALONE, **sizes)
     for of_sizes in figures["methods"].values():
         assert of_sizes["2"]["peak_bytes"] < of_sizes["4"]["peak_bytes"]
-    of_budget, of_plain = figures["methods"][memory.BUDGET], figures["methods"][memory.PLAIN]
+    of_budget, of_plain = figures["methods"][memory.BUDGET], figures["methods"][peers.PLAIN]
     assert of_budget["4"]["peak_bytes"] < of_plain["4"]["peak_bytes"]
-    assert figures["largest_batch"][memory.BUDGET] >= figures["largest_batch"][memory.PLAIN]
+    assert figures["largest_batch"][memory.BUDGET] >= figures["largest_batch"][peers.PLAIN]
     check_tables("memory", figures, tmp_path)
     memory.draw(figures, tmp_path / "memory.png")
 

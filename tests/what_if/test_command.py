@@ -132,10 +132,16 @@ def test_lengths_are_clipped_and_padded_as_the_collator_does(lengths_file, tmp_p
     assert document["methods"][0]["largest_micro_batch"] == 6 * 104
 
 
-def test_the_batch_size_is_that_of_the_data_module_s_loader(tmp_path, capsys, monkeypatch) -> None:
+@pytest.fixture
+def importable_folder(tmp_path, monkeypatch):
+    """A folder to work in, whose modules can be named; the path of modules is afterwards as it was."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "small_demo.py").write_text(
+    return tmp_path
+
+
+def test_the_batch_size_is_that_of_the_data_module_s_loader(importable_folder, capsys) -> None:
+    (importable_folder / "small_demo.py").write_text(
         "from lightning_balance.demo import FunctionsDataModule\n"
         "def data():\n    return FunctionsDataModule(batch_size=5, num_functions=60)\n"
     )
@@ -146,10 +152,8 @@ def test_the_batch_size_is_that_of_the_data_module_s_loader(tmp_path, capsys, mo
     assert "2 ranks x 1 accumulated x 3 samples" in capsys.readouterr().out
 
 
-def test_the_loader_s_order_is_planned_as_it_is_trained(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "loaders.py").write_text(
+def test_the_loader_s_order_is_planned_as_it_is_trained(importable_folder, capsys) -> None:
+    (importable_folder / "loaders.py").write_text(
         "from torch.utils.data import DataLoader\n"
         "class Data(list):\n    lengths = [1 + i * 37 % 50 for i in range(113)]\n"
         "def drop():\n    return DataLoader(Data(range(113)), batch_size=10, shuffle=True, drop_last=True)\n"
@@ -157,7 +161,7 @@ def test_the_loader_s_order_is_planned_as_it_is_trained(tmp_path, capsys, monkey
     )
     run = ["--ranks", "1", "--accumulate", "2", "--lookahead", "1", "--steps", "all", "--json", "out.json"]
     main(["plan", "loaders.drop", *run])
-    document = json.loads((tmp_path / "out.json").read_text())
+    document = json.loads((importable_folder / "out.json").read_text())
     counts = [(row["num_steps_of_epoch"], row["num_samples"]) for row in document["methods"][:3]]
     assert counts == [(6, 110), (6, 110), (5, 100)]  # as Lightning trains: a step of one micro-batch, and none
     assert (document["num_steps"], document["num_steps_planned"]) == (5, 5)
@@ -165,7 +169,7 @@ def test_the_loader_s_order_is_planned_as_it_is_trained(tmp_path, capsys, monkey
     assert rebalance["step_time"] == pytest.approx(rebalance["modelled_time"] / 5)
     assert "drop_last=True" in capsys.readouterr().out
     main(["plan", "loaders.keep", *run])
-    keep = json.loads((tmp_path / "out.json").read_text())
+    keep = json.loads((importable_folder / "out.json").read_text())
     lengths = [1 + i * 37 % 50 for i in range(113)]
     batches = [lengths[start : start + 10] for start in range(0, 113, 10)]
     assert keep["methods"][0]["padded_tokens"] == sum(max(batch) * len(batch) for batch in batches)
