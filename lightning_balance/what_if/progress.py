@@ -32,8 +32,11 @@ def show_progress(text: str) -> Iterator[Bar]:
         yield _show_nothing
         return
     console = Console(file=sys.stderr)
+    if not console.is_terminal:  # a disabled bar of Rich 13.0 still ends its line
+        yield _show_nothing
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(text, total=1.0)
 
         def show(share: float, text: str) -> None:
