@@ -221,7 +221,7 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
         """Correct the gradients by the units that were counted, before they are clipped."""
         if self._weights is not None and self._place is not None and self._weights.needs_correction:
             factor = self._weights.correction(pl_module.device, _lightning.data_parallel_group(trainer))
-            scale_gradients(pl_module.parameters(), factor)
+            scale_gradients(trainer.precision_plugin.main_params(optimizer), factor)  # what will be clipped and used
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -162,10 +162,10 @@ def take_request(folder: Path) -> int | None:
         ValueError: the request does not hold a positive integer; it is taken away all the same.
     """
     path = folder / REQUEST_FILE
-    taken = _beside(path)
     try:
-        if not path.exists() or _is_of_another_job(folder):
+        if not path.exists() or _is_of_another_job(folder):  # the job asks in every step: as a rule that is all
             return None
+        taken = _beside(path)
         path.replace(taken)  # a request that is written from now on stays for the next time
         text = taken.read_text(errors="replace")
         taken.unlink()

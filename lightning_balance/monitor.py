@@ -10,64 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.fitting import Place
 from lightning_balance.memory import has_accelerator_peak, restart_accelerator_peak
 from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
+from lightning_balance.totals import DoneStep, PlannedSteps, Totals
 from lightning_balance.waiting import WaitClock, can_measure_waiting
 
 PREFIX = "balance/"
-MAX_PENDING_STEPS = 64
-"""Metrics are updated once in so many steps: an update costs as much as all other figures of a step together."""
+MAX_PENDING_MICRO_BATCHES = 1024
+"""Steps are summed up when they have so many micro-batches over all ranks: one by one, each would take 0.3 ms."""
 MAX_RANKS_LOGGED = 8
 """Waiting is logged for so many ranks one by one, and as mean and maximum over all."""
-
-
-@dataclass
-class Totals:
-    """Sums over optimizer steps and all ranks. Times in seconds, tokens before (real) and after (padded) padding.
-
-    Seconds of planning and of waiting are this rank's own.
-    """
-
-    num_steps: int = 0
-    num_micro_batches: int = 0
-    num_samples: int = 0
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    spread_sum: float = 0.0
-    num_synchronisations: int = 0
-    largest_micro_batch: int = 0
-    modelled_time: float = 0.0
-    modelled_samples: int = 0
-    seconds: float = 0.0
-    waited_seconds: float = 0.0
-    planning_seconds: float = 0.0
-
-    def add(self, other: Totals) -> None:
-        """Add those of other steps; the largest micro-batch is the larger one."""
-        largest = max(self.largest_micro_batch, other.largest_micro_batch)
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        self.largest_micro_batch = largest
-
-    @property
-    def pad_efficiency(self) -> float:
-        """Real over padded tokens."""
-        return pad_efficiency(self.real_tokens, self.padded_tokens)
-
-    @property
-    def cost_spread(self) -> float:
-        """Mean spread of a synchronisation."""
-        return self.spread_sum / self.num_synchronisations if self.num_synchronisations else math.nan
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Real tokens of all ranks per second of training."""
-        return self.real_tokens / self.seconds if self.seconds else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +56,8 @@ class RunMonitor:
     ) -> None:
         self.rank = rank
         self.sync = sync
-        self.run = Totals()
         self._clock = clock
+        self._run = Totals()
         self._since_log = Totals()
         self._window_started: float | None = None
         self._paused_at: float | None = None
@@ -117,8 +72,13 @@ class RunMonitor:
         self._wait_clock = WaitClock() if has_others and can_measure_waiting(device) else None
         self._waited_seconds = 0.0
         self._planned_before = 0.0
-        self._pending_tokens = 0, 0
-        self._pending_costs: list[NDArray[np.float64]] = []
+        self._pending: list[DoneStep] = []
+
+    @property
+    def run(self) -> Totals:
+        """Sums of the run so far."""
+        self._sum_up()
+        return self._run
 
     def begin_wait(self) -> None:
         """Start to count what this rank waits: before a micro-batch, and where the loop asks all ranks before it."""
@@ -148,7 +108,8 @@ class RunMonitor:
 
     def forget_modelled_time(self) -> None:
         """Begin to sum modelled time anew: another cost has other units."""
-        for totals in (self.run, self._since_log):
+        self._sum_up()
+        for totals in (self._run, self._since_log):
             totals.modelled_time, totals.modelled_samples = 0.0, 0
 
     def pause(self) -> None:
@@ -177,43 +138,27 @@ class RunMonitor:
         now = self._clock()
         assert self._window_started is not None, "a step ends without having begun"
         seconds, self._window_started = now - self._window_started, now
-        plan, num_slots = place.plan, place.num_slots
-        costs = plan.costs[:num_slots]
-        synchronised = costs if self.sync == "micro_batch" else costs.sum(axis=0, keepdims=True)
-        padded = plan.padded_tokens[:num_slots]
-        num_samples = place.num_samples
-        step = Totals(
-            num_steps=1,
-            num_micro_batches=padded.size,
-            num_samples=num_samples,
-            real_tokens=place.real_tokens,
-            padded_tokens=int(padded.sum()),
-            spread_sum=cost_spread(synchronised) * len(synchronised),
-            num_synchronisations=len(synchronised),
-            largest_micro_batch=int(padded.max()),
-            modelled_samples=num_samples,
-            modelled_time=float(synchronised.max(axis=1).sum()),
-            seconds=seconds,
-            waited_seconds=waited,
-            planning_seconds=planned,
-        )
-        self.run.add(step)
-        self._since_log.add(step)
-        real, run = self._pending_tokens
-        own = plan.real_tokens[:num_slots, self.rank], padded[:, self.rank]
-        self._pending_tokens = real + int(own[0].sum()), run + int(own[1].sum())
-        self._pending_costs.append(synchronised)
-        if len(self._pending_costs) >= MAX_PENDING_STEPS:
-            self._update_metrics()
+        self._pending.append(
+            DoneStep(place=place, seconds=seconds, waited_seconds=waited, planning_seconds=planned)
+        )  # fmt: skip
+        if len(self._pending) * place.plan.costs.size >= MAX_PENDING_MICRO_BATCHES:
+            self._sum_up()
 
-    def _update_metrics(self) -> None:
-        if self._pending_costs:
-            self.pad_efficiency.update(*self._pending_tokens)
-            self.cost_spread.update(np.concatenate(self._pending_costs))
-            self._pending_tokens, self._pending_costs = (0, 0), []
+    def _sum_up(self) -> None:
+        """Add the pending steps to all sums and metrics."""
+        if not self._pending:
+            return
+        steps, self._pending = self._pending, []
+        planned = PlannedSteps(steps, self.sync)
+        totals = Totals.of(steps, planned)
+        self._run.add(totals)
+        self._since_log.add(totals)
+        self.pad_efficiency.update(planned.real_tokens[:, self.rank], planned.padded_tokens[:, self.rank])
+        self.cost_spread.update(planned.synchronised_costs)
 
     def step_values(self) -> dict[str, float | Tensor]:
         """Values for a logger since the last call: planned shares and measured rates. A collective call."""
+        self._sum_up()
         totals, self._since_log = self._since_log, Totals()
         rates = {
             "tokens_per_second": totals.real_tokens,
@@ -253,14 +198,14 @@ class RunMonitor:
 
         Not so in an epoch that is cut inside its first window, or continued at its end.
         """
-        return bool(self._pending_costs) or self.pad_efficiency.update_called
+        return bool(self._pending) or self.pad_efficiency.update_called
 
     def epoch_values(self) -> dict[str, float | Tensor]:
         """Values of the epoch over all ranks, under names ending in ``_epoch``. A collective call.
 
         They cover what this process did of the epoch; only where :attr:`has_epoch_values`.
         """
-        self._update_metrics()
+        self._sum_up()
         self._renew_peaks()
         values: dict[str, float | Tensor] = {
             "pad_efficiency": self.pad_efficiency.compute(),

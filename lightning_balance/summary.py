@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lightning_balance.console import format_value, print_table
 from lightning_balance.fitting import BalancedFit
-from lightning_balance.monitor import RankFigures, Totals
+from lightning_balance.monitor import RankFigures
 from lightning_balance.report import PlanSummary, summarize_plain
 from lightning_balance.shuffle import EpochOrder
+from lightning_balance.totals import Totals
 
 MAX_PLAIN_SAMPLES = 2**20
 """Plain batches are summarised over the run's first samples up to so many, which takes about a second."""
