@@ -14,11 +14,17 @@ from lightning_balance.plan import (
     build_plan,
     cut_sorted,
     cut_within_budget,
+    modelled_time,
     plan_positions,
     sort_positions,
 )
 from lightning_balance.rules import StepRules
 from lightning_balance.shuffle import RemainingOrder
+
+LOW_CAPS = (0.5, 0.75)
+"""Shares of the default cap that a window tries to do with, from the lowest."""
+TIME_FOR_LOW_PEAK = 0.005
+"""A window may take so much longer by the model, as a share, where its largest micro-batch then fits a lower cap."""
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -59,7 +65,7 @@ class WindowPlanner:
         order = sort_positions(positions, self.lengths)
         if self.rules.num_slots is not None:
             rules = replace(self._window_rules(num_steps), num_slots=self.rules.num_slots * num_steps)
-            cut = cut_sorted(self.padded[order], self.cost, rules)
+            cut = cut_with_low_peak(self.padded[order], self.cost, rules)
         else:
             cut = cut_within_budget(self.padded[order], self.cost, self._window_rules(num_steps), num_steps)
         num_slots = len(cut.deal)
@@ -120,6 +126,32 @@ class WindowPlanner:
             starts, deal = balance_ranks(problem, cut.starts)
             cut = Cut(starts=starts, deal=deal)
         return build_plan(order, self.lengths[order], padded, self.cost, cut, sync=self.rules.sync, skipped=_NOTHING)
+
+
+def cut_with_low_peak(padded: NDArray[np.int64], cost: PreparedCost, rules: StepRules) -> Cut:
+    """Cut a window into its slots so that its largest micro-batch is as small as it can be for next to no time.
+
+    In a window the long samples of many steps come together and would fill a micro-batch up to what plain batches need,
+    although there are enough other slots for them. The user's own ``max_tokens`` is left as it is.
+    """
+    best = cut_sorted(padded, cost, rules)
+    if rules.max_tokens is not None:
+        return best
+    assert rules.num_slots is not None
+    assert rules.cap is not None
+    problem = make_problem(padded, cost, rules.cap, rules.num_ranks)
+    allowed = (1 + TIME_FOR_LOW_PEAK) * modelled_time(problem, best, rules.sync)
+    largest = int((np.diff(best.starts) * padded[best.starts[:-1]]).max())
+    for share in LOW_CAPS:
+        cap = int(share * rules.cap)
+        if largest <= cap:
+            break
+        if fewest_groups(padded, cap) > rules.num_slots * rules.num_ranks:
+            continue
+        lower = cut_sorted(padded, cost, replace(rules, default_cap=cap))
+        if modelled_time(problem, lower, rules.sync) <= allowed:
+            return lower
+    return best
 
 
 def take_slots(cut: Cut, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], Cut]:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_balance.cost import CostModel
 from lightning_balance.epoch import plan_epoch
-from lightning_balance.lookahead import deal_slots, slots_of_steps
+from lightning_balance.lookahead import LOW_CAPS, TIME_FOR_LOW_PEAK, deal_slots, slots_of_steps
 from lightning_balance.shuffle import LARGEST_DRAWN_AT_ONCE, EpochOrder
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 500), 4, 600).astype(np.int64)
@@ -171,6 +171,20 @@ def test_lookahead_saves_time_and_spreads_samples_evenly():
     assert times[8] < 0.96 * times[1]
     assert max(counts[8]) < 1.6 * 256
     assert min(counts[8]) > 0.6 * 256
+
+
+def test_long_samples_of_a_window_fill_no_micro_batch_where_others_have_room(monkeypatch):
+    lengths = np.clip(np.random.default_rng(2).lognormal(5.5, 0.8, 1024), 16, 1024).astype(np.int64)
+    times, largest = {}, {}
+    for shares in ((), LOW_CAPS):
+        monkeypatch.setattr("lightning_balance.lookahead.LOW_CAPS", shares)
+        plan = plan_epoch(lengths, samples_per_step=32, num_ranks=2, num_slots=2, lookahead=8)
+        steps = [plan.step(index) for index in range(plan.num_steps)]
+        times[shares] = sum(step.modelled_time() for step in steps)
+        largest[shares] = max(step.padded_tokens.max() for step in steps) / (8 * lengths.max())
+    assert largest[()] > 0.9
+    assert largest[LOW_CAPS] <= 0.75
+    assert times[LOW_CAPS] <= (1 + TIME_FOR_LOW_PEAK) * times[()]
 
 
 def test_every_step_of_a_window_has_a_sample_also_where_samples_are_few():

@@ -28,6 +28,8 @@ _TRUSTS = (0.0, 1.0)
 _LARGEST_TABLE = 8_000_000
 # With more samples two slots are put before one of the solutions only.
 _MANY = 1024
+# Runs of up to so many slots may have any length, longer ones a few: else many slots would take quadratic time.
+_ANY_LENGTH = 8
 # Each pass finds the bounds of its runs up to such a part.
 _TOLERANCES = (0.04, 0.003)
 
@@ -42,10 +44,12 @@ class Run(NamedTuple):
 
 
 class RunTable(NamedTuple):
-    """Runs of 1, 2, ... slots from every position under every bound; each entry is ``(num_bounds, num_positions)``."""
+    """Runs from every position under every bound; each entry of a list is ``(num_bounds, num_positions)``."""
 
     bounds: NDArray[np.float64]
     positions: NDArray[np.int64]
+    lengths: list[int]
+    """Slots of the runs, ascending; the lists have an entry for each."""
     reaches: list[NDArray[np.int64]]
     """Where the run ends."""
     times: list[NDArray[np.float64]]
@@ -60,7 +64,7 @@ class Solution(NamedTuple):
     place: NDArray[np.int64]
     """The closest position at or before each sample."""
     choices: list[NDArray[np.int64]]
-    """The best first run at each position: ``(slots of the run - 1) * num_bounds + bound``."""
+    """The best first run at each position: ``index of its length * num_bounds + bound``."""
     least: list[NDArray[np.float64]]
     """The least time from each position on; the first entry is for no slot."""
 
@@ -122,17 +126,19 @@ def dealt_time(problem: Problem, starts: NDArray[np.int64]) -> float:
 def _solve(problem: Problem, table: RunTable, num_slots: int, trust: float) -> Solution:
     """Return the choices of the dynamic programme."""
     num_samples, num_ranks, positions = problem.num_samples, problem.num_ranks, table.positions
-    longest = num_slots if trust else 1
+    lengths = table.lengths if trust else table.lengths[:1]
     prices = [time - trust * saved for time, saved in zip(table.times, table.savings, strict=True)]
     place = np.searchsorted(positions, np.arange(num_samples + 1), side="right") - 1
     least = [np.where(positions == num_samples, 0.0, np.inf)]
     choices: list[NDArray[np.int64]] = []
     for num_left in range(1, num_slots + 1):
         options = []
-        for length in range(1, min(num_left, longest) + 1):
+        for index, length in enumerate(lengths):
+            if length > num_left:
+                break
             limit = num_samples - (num_left - length) * num_ranks  # every later group needs a sample
-            landing = place[np.minimum(table.reaches[length - 1], limit)]
-            option = prices[length - 1] + np.take(least[num_left - length], landing)
+            landing = place[np.minimum(table.reaches[index], limit)]
+            option = prices[index] + np.take(least[num_left - length], landing)
             option[:, positions > limit - length * num_ranks] = np.inf
             options.append(option)
         every = np.concatenate(options)
@@ -147,8 +153,8 @@ def _trace(
     """Return the runs of the last ``num_slots`` slots, each bound made smaller as far as its samples allow."""
     num_ranks, runs, num_left = problem.num_ranks, [], num_slots
     while num_left:
-        length, row = divmod(int(solution.choices[num_left - 1][solution.place[begin]]), len(table.bounds))
-        length += 1
+        index, row = divmod(int(solution.choices[num_left - 1][solution.place[begin]]), len(table.bounds))
+        length = table.lengths[index]
         num_left -= length
         num_groups, bound = length * num_ranks, float(table.bounds[row])
         end = problem.fill(begin, problem.num_samples - num_left * num_ranks, bound, num_groups)[-1]
@@ -169,18 +175,32 @@ def _run_table(problem: Problem, bounds: NDArray[np.float64], positions: NDArray
     reached = positions + offsets
     unused, time = np.zeros(reached.shape), np.zeros(reached.shape)
     singles = np.append(problem.single_costs, np.zeros(num_slots * problem.num_ranks + 1))
-    reaches, times, savings = [], [], []
-    for length in range(1, num_slots + 1):
+    lengths, reaches, times, savings = _lengths(num_slots), [], [], []
+    for length in range(1, lengths[-1] + 1):
         for level_hop, level_room in levels:
             unused = unused + np.take(level_room, reached)
             reached = np.take(level_hop, reached)
-        reaches.append(reached - offsets)
         # samples that alone are above the bound are the first groups of the run, so they lead its first slots
         time = time + np.maximum(bounds[:, None], singles[positions + (length - 1) * problem.num_ranks])
+        if length not in lengths:
+            continue
+        reaches.append(reached - offsets)
         times.append(time)
         # dealt by cost, slots of a run lie below the bound by what is unused on average: evenly from 0 to twice that
         savings.append(unused * ((length - 1) / (length * problem.num_ranks)))
-    return RunTable(bounds, positions, reaches, times, savings)
+    return RunTable(bounds, positions, lengths, reaches, times, savings)
+
+
+def _lengths(num_slots: int) -> list[int]:
+    """Return the lengths that runs may have: any up to a number, then each half as long again.
+
+    >>> _lengths(6), _lengths(50)
+    ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 12, 18, 27, 40])
+    """
+    lengths = list(range(1, min(num_slots, _ANY_LENGTH) + 1))
+    while (longer := lengths[-1] * 3 // 2) <= num_slots and lengths[-1] >= _ANY_LENGTH:
+        lengths.append(longer)
+    return lengths
 
 
 def _squares(
