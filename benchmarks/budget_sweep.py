@@ -30,7 +30,7 @@ from benchmarks.peaks import Peaks
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import STRATEGIES, Job, Watch, in_turn, median_and_range, random_samples
 from lightning_balance import BalanceCallback
-from lightning_balance.demo import PadCollator, TokenDataset
+from lightning_balance.demo import TokenDataset
 
 SHORTEST, LONGEST = 64, 32_768
 BUDGETS = (16_384, 32_768, 65_536, 131_072)
@@ -66,7 +66,7 @@ def run_once(
     budget = budgets_of(scale).get(method)
     batch_size = FIXED.get(method, 1)
     watch = Watch(job)
-    loader = DataLoader(data, batch_size=batch_size, shuffle=what == "training", collate_fn=PadCollator())
+    loader = DataLoader(data, batch_size=batch_size, shuffle=what == "training", collate_fn=job.collator)
     balance = []
     if budget is not None:
         stage = {"max_tokens": budget, "samples_per_step": len(data), "loss_reduction": "causal_token_mean"}

@@ -11,6 +11,9 @@ The ceiling is training without padding and with equal work: the samples, sorted
 large as what a slot of plain batches runs by as many samples of their mean length, so that every micro-batch is full
 and every rank has the same.
 
+Padding is on the right of a causal model, so no row needs an attention mask; two rows show what one costs, because
+attention then no longer skips the half that no token sees.
+
 Memory is that of :mod:`benchmarks.peaks`: training on the largest micro-batches that a batching has served.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end      # about 25 minutes; writes results/end_to_end.json
@@ -22,7 +25,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,12 @@ from benchmarks.peaks import Peaks
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import STRATEGIES, Job, Watch, in_turn, median_and_range, random_samples, samples_of
 from lightning_balance import BalanceCallback, CostModel
-from lightning_balance.demo import PadCollator, TokenDataset
+from lightning_balance.demo import TokenDataset
 
 NUM_SLOTS, BATCH_SIZE = 2, 8
 CEILING = "ceiling"
+MASKED = ", attention mask"
+"""Ends the name of a row whose padded micro-batches come with an attention mask."""
 REFERENCES = (peers.PLAIN, peers.REBALANCED, CEILING)
 
 
@@ -78,6 +83,8 @@ def train(
     method: str, options: Mapping[str, Any] | None, strategy: str, data: TokenDataset, seed: int, job: Job
 ) -> dict[str, Any]:
     """Train one epoch; returns the figures of this rank. No options: a peer's sampler, or the ceiling."""
+    if method.endswith(MASKED):
+        method, job = method.removesuffix(MASKED), replace(job, attention_mask=True)
     shape = Shape(num_ranks=job.num_ranks, num_slots=NUM_SLOTS, batch_size=BATCH_SIZE)
     lengths = np.asarray(data.lengths)
     if method == CEILING:
@@ -88,10 +95,10 @@ def train(
     if options is not None:
         balance = BalanceCallback(loss_reduction="causal_token_mean", seed=seed, print_summary=False, **options)
         callbacks.insert(0, balance)
-        loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=PadCollator())
+        loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=job.collator)
     else:
         served = served_by_others(method, lengths, shape, seed)[dist.get_rank() :: job.num_ranks]
-        loader = DataLoader(data, batch_sampler=[np.asarray(s).tolist() for s in served], collate_fn=PadCollator())
+        loader = DataLoader(data, batch_sampler=[np.asarray(s).tolist() for s in served], collate_fn=job.collator)
     trainer = job.trainer(
         strategy, callbacks, accumulate_grad_batches=NUM_SLOTS, use_distributed_sampler=False, max_epochs=1
     )
@@ -112,11 +119,12 @@ def rounds_on_this_rank(
     cost = own_job.calibrated_cost(strategy, data, BATCH_SIZE)
     longest = int(np.max(data.lengths))
     rows = ours(BATCH_SIZE * longest // 2, cost)
-    methods = [*peers.SAMPLERS, *rows, CEILING]
+    masked = [name + MASKED for name in (peers.PLAIN, list(rows)[-1])]
+    methods = [*peers.SAMPLERS, *rows, CEILING, *masked]
     runs = []
     for index in range(num_rounds + 1):
         for method in in_turn(methods, index):
-            of_ranks = gather(train(method, rows.get(method), strategy, data, index, own_job))
+            of_ranks = gather(train(method, rows.get(method.removesuffix(MASKED)), strategy, data, index, own_job))
             if index:  # the first round warms up
                 runs.append({"method": method, "round": index, "ranks": of_ranks})
         if dist.get_rank() == 0:

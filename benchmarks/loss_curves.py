@@ -30,7 +30,8 @@ from benchmarks import environment, peers
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import Job, in_turn, median_and_range, samples_of
 from lightning_balance import BalanceCallback
-from lightning_balance.demo import CausalLM, PadCollator, TokenDataset
+from lightning_balance.demo import CausalLM, TokenDataset
+from lightning_balance.demo.data import IGNORED_LABEL
 
 NUM_SLOTS, BATCH_SIZE = 2, 8
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -59,7 +60,7 @@ class LossCurve(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         """Count real tokens; no sample is counted twice, because all steps here have enough for every rank."""
-        self._num_tokens += int(batch["attention_mask"].sum())
+        self._num_tokens += int((batch["labels"] != IGNORED_LABEL).sum())
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         """Take a point where it is time for one."""
@@ -74,7 +75,7 @@ class LossCurve(Callback):
         total, num_targets = 0.0, 0
         with torch.no_grad():
             for batch in self._held_out:
-                count = int((batch["labels"][:, 1:] != -100).sum())
+                count = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
                 total, num_targets = total + float(module(batch)) * count, num_targets + count
         self.points.append((self._num_tokens, self._seconds, total / num_targets))
         trainer.strategy.barrier()
@@ -85,7 +86,7 @@ def train(
     options: dict[str, Any] | None, data: TokenDataset, held_out: TokenDataset, seed: int, job: Job, every_n_steps: int
 ) -> list[dict[str, float]]:
     """Train one epoch; returns the points of all ranks together."""
-    collate = PadCollator()
+    collate = job.collator
     batches = [collate([held_out[index + place] for place in range(8)]) for index in range(0, len(held_out), 8)]
     curve = LossCurve(batches, every_n_steps)
     callbacks: list[Callback] = [curve]

@@ -45,9 +45,7 @@ def serve(method: str, lengths: NDArray[np.int64], shape: Shape) -> ServedEpoch:
         return peers.serve(served, shape.num_ranks, shape.num_slots)
     budget = {"max_tokens": base_budget(lengths, PlanOptions(batch_size=shape.batch_size))}
     cut: dict[str, Any] = budget if method == BUDGET else {"num_slots": shape.num_slots}
-    plan = plan_epoch(
-        lengths, num_ranks=shape.num_ranks, samples_per_step=shape.samples_per_step, sync="step", seed=SEED, **cut
-    )
+    plan = plan_epoch(lengths, num_ranks=shape.num_ranks, samples_per_step=shape.samples_per_step, seed=SEED, **cut)
     return ServedEpoch.of_plan(plan)
 
 

@@ -61,7 +61,7 @@ class Peaks:
 
     def _run(self, shape: tuple[int, int]) -> None:
         tokens = torch.ones(shape, dtype=torch.long, device=self._job.device)
-        batch = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+        batch = {"input_ids": tokens, "labels": tokens}
         is_half = self._job.precision.startswith("bf16")
         with (
             torch.autocast(self._job.device.type, torch.bfloat16, enabled=is_half),

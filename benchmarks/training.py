@@ -41,6 +41,7 @@ class Job:
         num_layers: its layers.
         num_heads: its attention heads.
         activation_checkpointing: recompute activations in backward.
+        attention_mask: give the model one with every padded micro-batch, which a causal one does not need.
     """
 
     accelerator: str = "cpu"
@@ -50,6 +51,7 @@ class Job:
     num_layers: int = 2
     num_heads: int = 4
     activation_checkpointing: bool = False
+    attention_mask: bool = False
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -75,6 +77,11 @@ class Job:
         """Wait for the device."""
         if self.accelerator == "gpu":
             torch.cuda.synchronize()
+
+    @property
+    def collator(self) -> PadCollator:
+        """What makes a micro-batch of samples."""
+        return PadCollator(attention_mask=self.attention_mask)
 
     def model(self) -> CausalLM:
         """Return the model with the weights that every run starts from."""
@@ -115,7 +122,7 @@ class Job:
             measuring = CalibrationCallback(BalanceSettings(), CalibrateOptions(out=out), find_max_tokens=False)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loader = DataLoader(data, batch_size=batch_size, shuffle=True, collate_fn=PadCollator())
+                loader = DataLoader(data, batch_size=batch_size, shuffle=True, collate_fn=self.collator)
                 self.trainer(strategy, [measuring], max_epochs=1).fit(self.model(), loader)
             if Path(out).exists():
                 holder = [asdict(read_cost_file(out))]

@@ -64,17 +64,24 @@ class PadCollator:
 
     Returns `input_ids`, `attention_mask` and `labels`, each `(num_samples, padded_length)`; labels are -100 on padding.
 
+    Args:
+        pad_token: stands on padding.
+        pad_to_multiple_of: padded lengths are multiples of it.
+        attention_mask: whether batches have one. Padding is on the right, so to train a causal model none is needed: no
+            real token sees a later one, and attention without a mask skips half of its work.
+
     Example:
         >>> batch = PadCollator()([{"input_ids": torch.tensor([5, 6, 7])}, {"input_ids": torch.tensor([8])}])
         >>> batch["labels"].tolist()
         [[5, 6, 7], [8, -100, -100]]
     """
 
-    def __init__(self, pad_token: int = 0, pad_to_multiple_of: int = 1) -> None:
+    def __init__(self, pad_token: int = 0, pad_to_multiple_of: int = 1, attention_mask: bool = True) -> None:
         if pad_to_multiple_of < 1:
             raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
         self.pad_token = pad_token
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.attention_mask = attention_mask
 
     def __call__(self, samples: Sequence[Sample]) -> Sample:
         """Collate at least one sample."""
@@ -82,14 +89,14 @@ class PadCollator:
         shape = (len(samples), -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of)
         batch = {
             "input_ids": torch.full(shape, self.pad_token, dtype=torch.long),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
             "labels": torch.full(shape, IGNORED_LABEL, dtype=torch.long),
         }
         for row, sample in enumerate(samples):
             tokens = sample["input_ids"]
             batch["input_ids"][row, : len(tokens)] = tokens
-            batch["attention_mask"][row, : len(tokens)] = 1
             batch["labels"][row, : len(tokens)] = tokens
+        if self.attention_mask:
+            batch["attention_mask"] = (batch["labels"] != IGNORED_LABEL).long()
         return batch
 
 
