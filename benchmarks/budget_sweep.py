@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from benchmarks import environment
+from benchmarks.options import positive_float, positive_int
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import STRATEGIES, Job, Watch, in_turn, median_and_range, random_samples
@@ -150,8 +152,8 @@ def figures_of(runs: list[dict[str, Any]], lengths: NDArray[np.int64], methods: 
 
 def measure(
     job: Job, *, strategies: list[str], num_samples: int, scale: float, num_steps: int, num_rounds: int
-) -> dict[str, Any]:
-    """Run everything."""
+) -> Iterator[dict[str, Any]]:
+    """Run everything; yields the figures so far after each strategy."""
     lengths = lengths_of(num_samples, scale)
     figures: dict[str, Any] = {
         "job": asdict(job), "num_samples": num_samples, "scale": scale,
@@ -164,34 +166,33 @@ def measure(
     for strategy in strategies:
         runs = on_ranks(rounds_on_this_rank, job.num_ranks, strategy=strategy, job=asdict(job), **sizes)
         figures[strategy] = figures_of(runs, lengths, [*FIXED, *budgets_of(scale)], job)
-    return figures
+        yield figures
 
 
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--scale", type=float, default=1 / 32, help="of lengths and budgets; 1 on a large GPU")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a run, each of all samples")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=positive_int, default=128)
+    parser.add_argument("--scale", type=positive_float, default=1 / 32, help="of lengths and budgets; 1 on a large GPU")
+    parser.add_argument("--steps", type=positive_int, default=3, help="optimizer steps of a run, each of all samples")
+    parser.add_argument("--rounds", type=positive_int, default=5)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     Job.add_options(parser, activation_checkpointing=True)
     options = parser.parse_args()
-    figures = measure(
+    per_micro_batch = max(FIXED.values()) * options.num_ranks
+    if options.samples % per_micro_batch:
+        parser.error(f"--samples must be a multiple of {per_micro_batch}, got {options.samples}")
+    command = environment.command_line("budget_sweep", out="DIR")
+    for figures in measure(
         Job.of(options),
         strategies=options.strategies,
         num_samples=options.samples,
         scale=options.scale,
         num_steps=options.steps,
         num_rounds=options.rounds,
-    )
-    for strategy in options.strategies:
-        for what in PASSES:
-            for method, values in figures[strategy][what].items():
-                print(strategy, what, method, values)
-    command = environment.command_line("budget_sweep", out="DIR")
-    print(environment.save("budget_sweep", figures, command=command, folder=options.out))
+    ):
+        print(environment.save("budget_sweep", figures, command=command, folder=options.out), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from benchmarks import environment
+from benchmarks.options import positive_int
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
@@ -43,7 +44,7 @@ def calibrate(words: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=positive_int, default=3)
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     options, words = parser.parse_known_args()
     runs = []

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from benchmarks.environment import RESULTS, command_line, save
+from benchmarks.options import positive_int
 from lightning_balance import BalanceCallback
 from lightning_balance.agreement import gather_objects
 from lightning_balance.demo import CausalLM, FunctionsDataModule
@@ -146,8 +147,8 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
 def main() -> None:
     """Run everything, or one run when called by itself."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--steps", type=positive_int, default=200)
+    parser.add_argument("--max-length", type=positive_int, default=512)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the figure")
     parser.add_argument("--redraw", action="store_true", help="only draw the figure again, from the JSON")
     parser.add_argument("--only", choices=list(RUNS), help=argparse.SUPPRESS)

@@ -22,9 +22,8 @@ Memory is that of :mod:`benchmarks.peaks`: training on the largest micro-batches
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import environment, peers
 from benchmarks.inputs import Shape
+from benchmarks.options import positive_int
 from benchmarks.peaks import Peaks
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import STRATEGIES, Job, Watch, in_turn, median_and_range, random_samples, samples_of
@@ -132,7 +132,14 @@ def rounds_on_this_rank(
     return {"methods": methods, "cost": asdict(cost), "runs": runs}
 
 
-def figures_of(measured: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
+def median_wait(runs: list[dict[str, Any]]) -> float:
+    """Return the median over runs of the seconds per step of the rank that waits most."""
+    return float(
+        np.median([max(rank["waited_s"] for rank in run["ranks"]) / len(run["ranks"][0]["steps"]) for run in runs])
+    )
+
+
+def figures_of(measured: dict[str, Any], peaks: Peaks, job: Job) -> dict[str, Any]:
     """Return medians over rounds of what each batching did, and its ratios to others in the same round."""
     methods, runs = measured["methods"], measured["runs"]
     speeds: dict[str, dict[int, float]] = {method: {} for method in methods}
@@ -145,13 +152,12 @@ def figures_of(measured: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
         own = [run for run in runs if run["method"] == method]
         steps = np.concatenate([np.max([rank["steps"] for rank in run["ranks"]], axis=0) for run in own])
         padded = sum(rank["padded_tokens"] for rank in own[0]["ranks"])
-        waited = [max(rank["waited_s"] for rank in run["ranks"]) / len(run["ranks"][0]["steps"]) for run in own]
         shapes = [tuple(shape) for run in own for rank in run["ranks"] for shape in rank["shapes"]]
         found["methods"][method] = {
             "tokens_per_second": float(np.median(list(speeds[method].values()))),
             "step_p50_s": float(np.quantile(steps, 0.5)),
             "step_p90_s": float(np.quantile(steps, 0.9)),
-            "waited_per_step_s": float(np.median(waited)),
+            "waited_per_step_s": None if job.accelerator == "gpu" else median_wait(own),
             "pad_efficiency": own[0]["ranks"][0]["real_tokens"] / padded,
             "peak_mib": peaks.of(shapes) / 2**20,
             **{
@@ -162,8 +168,10 @@ def figures_of(measured: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
     return found
 
 
-def measure(job: Job, *, strategies: list[str], num_steps: int, num_rounds: int, max_length: int) -> dict[str, Any]:
-    """Run everything."""
+def measure(
+    job: Job, *, strategies: list[str], num_steps: int, num_rounds: int, max_length: int
+) -> Iterator[dict[str, Any]]:
+    """Run everything; yields the figures so far after each strategy."""
     figures: dict[str, Any] = {
         "job": asdict(job), "num_steps": num_steps, "num_rounds": num_rounds,
         "samples_per_step": job.num_ranks * NUM_SLOTS * BATCH_SIZE,
@@ -171,32 +179,29 @@ def measure(job: Job, *, strategies: list[str], num_steps: int, num_rounds: int,
     sizes = {"num_steps": num_steps, "num_rounds": num_rounds, "max_length": max_length}
     for strategy in strategies:
         measured = on_ranks(rounds_on_this_rank, job.num_ranks, strategy=strategy, job=asdict(job), **sizes)
-        figures[strategy] = figures_of(measured, Peaks(job))
-    return figures
+        figures[strategy] = figures_of(measured, Peaks(job), job)
+        yield figures
 
 
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a run")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-length", type=int, default=1024, help="longer samples lose their end")
+    parser.add_argument("--steps", type=positive_int, default=16, help="optimizer steps of a run")
+    parser.add_argument("--rounds", type=positive_int, default=5)
+    parser.add_argument("--max-length", type=positive_int, default=1024, help="longer samples lose their end")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     Job.add_options(parser)
     options = parser.parse_args()
-    figures = measure(
+    command = environment.command_line("end_to_end", out="DIR")
+    for figures in measure(
         Job.of(options),
         strategies=options.strategies,
         num_steps=options.steps,
         num_rounds=options.rounds,
         max_length=options.max_length,
-    )
-    for strategy in options.strategies:
-        for method, values in figures[strategy]["methods"].items():
-            print(strategy, method, json.dumps(values))
-    command = environment.command_line("end_to_end", out="DIR")
-    print(environment.save("end_to_end", figures, command=command, folder=options.out))
+    ):
+        print(environment.save("end_to_end", figures, command=command, folder=options.out), flush=True)
 
 
 if __name__ == "__main__":

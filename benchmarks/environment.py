@@ -63,14 +63,17 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit that runs, marked where the package itself has been changed since."""
+    """Return the commit that runs, marked where the package or a benchmark has been changed since."""
     root = Path(__file__).parents[1]
     try:
         run = [
             subprocess.run(
                 ["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=20
             ).stdout.strip()
-            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--", "lightning_balance"))
+            for words in (
+                ("rev-parse", "--short=12", "HEAD"),
+                ("status", "--porcelain", "--", "lightning_balance", "benchmarks/*.py"),
+            )
         ]
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.environment import command_line, save
+from benchmarks.options import positive_int
 from benchmarks.training import Job, median_and_range
 from lightning_balance import BalanceCallback
 from lightning_balance.demo import CausalLM, FunctionsDataModule
@@ -92,10 +93,10 @@ def measure(*, num_functions: int, batch_size: int, hidden_size: int, num_rounds
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--functions", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--rounds", type=positive_int, default=5)
+    parser.add_argument("--functions", type=positive_int, default=1000)
+    parser.add_argument("--batch-size", type=positive_int, default=8)
+    parser.add_argument("--hidden-size", type=positive_int, default=64)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     figures = measure(

@@ -1,8 +1,8 @@
 """What does balancing give on a GPU: training end to end, memory, the token budget sweep, the overhead?
 
 One command runs four of the benchmarks on one GPU, each with a time limit, ten minutes together, and prints their
-tables. Needs torch, lightning, transformers and torchmetrics, no more. With ``--small`` the same scripts run at tiny
-sizes on the CPU, to see that they do. No figures of a GPU are published yet.
+tables; what was measured up to a limit is kept. Needs torch, lightning, transformers and torchmetrics, no more. With
+``--small`` the same scripts run at tiny sizes on the CPU, to see that they do. No figures of a GPU are published yet.
 
     python -m benchmarks.gpu                # writes results/gpu/*.json
     python -m benchmarks.gpu --small --out DIR
@@ -65,7 +65,7 @@ def run(name: str, words: list[str], time_limit_s: float) -> bool:
         code = subprocess.run(
             command, check=False, timeout=time_limit_s, env={**os.environ, "OMP_NUM_THREADS": "1"}
         ).returncode
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:  # the script is killed; its ranks see that and end
         print(f"{name} was stopped after {time_limit_s:.0f} s", flush=True)
         return False
     print(
@@ -92,7 +92,7 @@ def main() -> None:
     for name in (name for name, (script, _) in TABLES.items() if script in options.only):
         try:
             print(f"\n{name}\n\n{table(name, options.out)}", flush=True)
-        except FileNotFoundError:
+        except (FileNotFoundError, KeyError):  # nothing, or not all of it
             print(f"\n{name}: no result", flush=True)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from benchmarks import environment
 from benchmarks.inputs import synthetic_profiles
+from benchmarks.options import positive_int
 from benchmarks.served import ServedEpoch, figures_of
 from lightning_balance import plan_epoch
 from lightning_balance.efficiency import length_correlation as intraclass_correlation
@@ -69,7 +70,7 @@ def _step_of_samples(plan: Any, num_samples: int) -> NDArray[np.int64]:
 def main() -> None:
     """Measure and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="epochs that figures are averaged over")
+    parser.add_argument("--epochs", type=positive_int, default=3, help="epochs that figures are averaged over")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
     lengths = next(profile.lengths for profile in synthetic_profiles() if profile.name == "lognormal_whole_steps")

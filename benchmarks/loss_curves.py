@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from benchmarks import environment, peers
+from benchmarks.options import positive_int
 from benchmarks.ranks import gather, on_ranks
 from benchmarks.training import Job, in_turn, median_and_range, samples_of
 from lightning_balance import BalanceCallback
@@ -197,9 +198,9 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--every-n-steps", type=int, default=8, help="steps between two points of a curve")
+    parser.add_argument("--steps", type=positive_int, default=96)
+    parser.add_argument("--seeds", type=positive_int, default=3)
+    parser.add_argument("--every-n-steps", type=positive_int, default=8, help="steps between two points of a curve")
     parser.add_argument("--redraw", action="store_true", help="only draw the figure again, from the JSON")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON and the figure")
     Job.add_options(parser)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from benchmarks import environment, peers
 from benchmarks.inputs import Shape
+from benchmarks.options import positive_int
 from benchmarks.peaks import Peaks
 from benchmarks.served import ServedEpoch
 from benchmarks.training import Job, samples_of
@@ -148,12 +149,14 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--samples", type=int, default=8192, help="functions of the demo")
-    parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(range(4, 19, 2)))
-    parser.add_argument("--most", type=int, default=40, help="largest per-device batch that is tried under the limit")
-    parser.add_argument("--plan-ranks", type=int, default=8)
-    parser.add_argument("--plan-slots", type=int, default=2)
+    parser.add_argument("--samples", type=positive_int, default=8192, help="functions of the demo")
+    parser.add_argument("--max-length", type=positive_int, default=1024)
+    parser.add_argument("--batch-sizes", type=positive_int, nargs="+", default=list(range(4, 19, 2)))
+    parser.add_argument(
+        "--most", type=positive_int, default=40, help="largest per-device batch that is tried under the limit"
+    )
+    parser.add_argument("--plan-ranks", type=positive_int, default=8)
+    parser.add_argument("--plan-slots", type=positive_int, default=2)
     parser.add_argument("--no-picture", action="store_true", help="do not draw (matplotlib is not needed)")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     Job.add_options(parser, num_ranks=1)

@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import environment
 from benchmarks.inputs import DISTRIBUTIONS, draw, read_profiles, synthetic_profiles
+from benchmarks.options import positive_int
 from benchmarks.oracles import best_by_trying, best_of_slots
 from lightning_balance import CostModel, plan_epoch, plan_step
 from lightning_balance.cost import CostFunction
@@ -268,10 +269,10 @@ def main() -> None:
     """Answer the three questions and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, help="folder of JSON files with a list 'lengths'")
-    parser.add_argument("--trying-cases", type=int, default=2000, help="batches of up to 9 samples")
-    parser.add_argument("--programme-cases", type=int, default=600, help="batches for the dynamic programme")
-    parser.add_argument("--input-steps", type=int, default=39, help="steps of the lognormal input")
-    parser.add_argument("--peer-cases", type=int, default=2000, help="batches beside the peer")
+    parser.add_argument("--trying-cases", type=positive_int, default=2000, help="batches of up to 9 samples")
+    parser.add_argument("--programme-cases", type=positive_int, default=600, help="batches for the dynamic programme")
+    parser.add_argument("--input-steps", type=positive_int, default=39, help="steps of the lognormal input")
+    parser.add_argument("--peer-cases", type=positive_int, default=2000, help="batches beside the peer")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
     named = sources(args.lengths)

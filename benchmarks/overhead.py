@@ -4,10 +4,10 @@ Baseline: plain Lightning on the same batches in one process. Both train the dem
 each other, in the other order every round; a run's figure is the median of its steps, a round's is the ratio of its two
 runs. The median over many rounds stands with its 95 % interval (bootstrap), because a step repeated on this kind of
 machine differs by more than what is measured. Steps are timed from batch end to batch end, so that planning,
-weighting, the clock and the loggers are in them; metrics are logged as often as Lightning does by default.
+weighting and the clock are in them. A median leaves out the one step of 50 that is logged.
 
-Beside it the time inside the callback's own hooks, as a share of its steps: exact, but without what it does elsewhere
-(planning, the weight in backward).
+Beside it the time inside the callback's own hooks, as a share of its steps: all of it, that of logged steps too, but
+without what it does elsewhere (planning, the weight in backward, the loggers).
 
     OMP_NUM_THREADS=1 python -m benchmarks.overhead        # about 12 minutes; writes results/overhead.json
 """
@@ -18,8 +18,9 @@ import argparse
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from benchmarks import environment
+from benchmarks.options import at_least, positive_int
 from benchmarks.training import Job
 from lightning_balance import BalanceCallback
 
@@ -106,8 +108,8 @@ def interval(values: NDArray[np.float64]) -> list[float]:
     return [float(np.median(values)), float(low), float(high)]
 
 
-def measure(job: Job, *, num_rounds: int, num_steps: int, length: int) -> dict[str, Any]:
-    """Return the figures of every mode."""
+def measure(job: Job, *, num_rounds: int, num_steps: int, length: int) -> Iterator[dict[str, Any]]:
+    """Run every mode; yields the figures so far after each."""
     figures: dict[str, Any] = {
         "job": asdict(job), "num_rounds": num_rounds, "num_steps": num_steps, "length": length, "modes": {},
     }  # fmt: skip
@@ -131,22 +133,22 @@ def measure(job: Job, *, num_rounds: int, num_steps: int, length: int) -> dict[s
             "share_of_hooks": float(np.median(hooks)),
         }
         print(mode, figures["modes"][mode], flush=True)
-    return figures
+        yield figures
 
 
 def main() -> None:
     """Run, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=positive_int, default=40)
+    parser.add_argument("--steps", type=partial(at_least, WARM_UP_STEPS + 2), default=100)
+    parser.add_argument("--length", type=positive_int, default=256)
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     Job.add_options(parser, num_ranks=1)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    figures = measure(Job.of(options), num_rounds=options.rounds, num_steps=options.steps, length=options.length)
     command = environment.command_line("overhead", out="DIR")
-    print(environment.save("overhead", figures, command=command, folder=options.out))
+    for figures in measure(Job.of(options), num_rounds=options.rounds, num_steps=options.steps, length=options.length):
+        print(environment.save("overhead", figures, command=command, folder=options.out), flush=True)
 
 
 if __name__ == "__main__":

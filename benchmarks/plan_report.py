@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
+from benchmarks.options import positive_int
 from lightning_balance.what_if import read_lengths
 
 Json = dict[str, Any]
@@ -110,8 +111,8 @@ def _run(*words: str) -> tuple[float, float]:
 def main() -> None:
     """Run, and save figures and picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=1_000_000, help="lengths in the file that is timed")
-    parser.add_argument("--runs", type=int, default=3, help="timed runs of each")
+    parser.add_argument("--samples", type=positive_int, default=1_000_000, help="lengths in the file that is timed")
+    parser.add_argument("--runs", type=positive_int, default=3, help="timed runs of each")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder of the picture")
     args = parser.parse_args()

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from benchmarks import environment, peers
 from benchmarks.inputs import Profile, Shape, read_profiles, synthetic_profiles
+from benchmarks.options import positive_int
 from benchmarks.served import ServedEpoch, figures_of
 from benchmarks.timing import alternate
 from lightning_balance import plan_epoch
@@ -195,10 +196,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, help="folder of JSON files with a list 'lengths'")
     parser.add_argument(
-        "--max-length", type=int, default=32_768, help="lengths of profiles are clipped at most to this"
+        "--max-length", type=positive_int, default=32_768, help="lengths of profiles are clipped at most to this"
     )
-    parser.add_argument("--max-samples", type=int, default=10_000, help="samples taken from a profile at most")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs of each sampler")
+    parser.add_argument("--max-samples", type=positive_int, default=10_000, help="samples taken from a profile at most")
+    parser.add_argument("--runs", type=positive_int, default=5, help="timed runs of each sampler")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
     profiles = synthetic_profiles()

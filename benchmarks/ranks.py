@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ def on_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
-        named = {"module": _module_of(function), "function": function.__name__}
+        named = {"module": _module_of(function), "function": function.__name__, "of_process": os.getpid()}
         task.write_text(json.dumps({**named, "arguments": arguments, "answer": str(answer)}))
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         process = subprocess.Popen(
@@ -73,7 +76,7 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End what is left: a rank that waits in a collective ignores SIGTERM."""
+    """End the launcher; ranks, in sessions of their own, see that it is gone."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -81,7 +84,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _end_with(process: int, parent: int) -> None:
+    """End this rank as soon as the script or the launcher is gone, also inside a collective."""
+    with contextlib.suppress(ProcessLookupError):
+        while os.getppid() == parent:
+            os.kill(process, 0)
+            time.sleep(0.5)
+    os._exit(1)
+
+
 def _run_as_rank(task: dict[str, Any]) -> None:
+    threading.Thread(target=_end_with, args=(task["of_process"], os.getppid()), daemon=True).start()
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if torch.cuda.is_available():

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import environment
+from benchmarks.options import positive_int
 from benchmarks.timing import Timing, alternate, run_timed
 from lightning_balance import CostModel, plan_epoch, plan_step
 from lightning_balance.efficiency import modelled_time
@@ -154,11 +155,15 @@ def in_new_process(function: Callable[..., dict[str, float]], *arguments: Any) -
 def main() -> None:
     """Measure and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most-ranks", type=int, default=4096, help="largest number of ranks")
-    parser.add_argument("--peer-groups", type=int, default=1024, help="largest number of micro-batches for the peer")
-    parser.add_argument("--epoch-samples", type=int, default=1_048_576, help="samples of the whole epoch")
-    parser.add_argument("--first-samples", type=int, default=10_000_000, help="samples for the first micro-batch")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs of each")
+    parser.add_argument("--most-ranks", type=positive_int, default=4096, help="largest number of ranks")
+    parser.add_argument(
+        "--peer-groups", type=positive_int, default=1024, help="largest number of micro-batches for the peer"
+    )
+    parser.add_argument("--epoch-samples", type=positive_int, default=1_048_576, help="samples of the whole epoch")
+    parser.add_argument(
+        "--first-samples", type=positive_int, default=10_000_000, help="samples for the first micro-batch"
+    )
+    parser.add_argument("--runs", type=positive_int, default=5, help="timed runs of each")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
     shapes = [(ranks, NUM_SLOTS) for ranks in (4**power for power in range(7)) if ranks <= args.most_ranks]

@@ -5,8 +5,8 @@
 No training: micro-batches of every rank are served, and each takes the time that a calibrated cost model gives it. The
 planner knows that model, so without noise its plans are judged by the very times it planned with. Noise makes it
 wrong: every rank has a speed of its own, and every micro-batch jitters. Ranks wait for each other in every slot
-(``micro_batch``, FSDP) or once a step (``step``, DDP); ours is planned for the sync it runs under. The time that all
-ranks are paid for is split into parts that sum to 1.
+(``micro_batch``: FSDP, DDP under Lightning) or once a step (``step``: DDP by itself); ours is planned for the sync it
+runs under. The time that all ranks are paid for is split into parts that sum to 1.
 
 Lengths are lognormal, 8 samples x 4 slots per rank and step. Sizes of up to 64 ranks get 8 times as many steps.
 """
@@ -29,6 +29,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks import environment, peers
 from benchmarks.inputs import Shape
+from benchmarks.options import positive_int
 from benchmarks.scale import lengths_of
 from benchmarks.served import ServedEpoch
 from benchmarks.timing import Timing, run_timed
@@ -382,7 +383,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     sizes = sorted({row["num_ranks"] for row in rows})
     names = list(dict.fromkeys(row["method"] for row in rows))
-    titles = {"micro_batch": "ranks wait in every slot (FSDP)", "step": "ranks wait once a step (DDP)"}
+    titles = {"micro_batch": "ranks wait in every slot", "step": "ranks wait once a step"}
     colours = ["silver", "tab:brown", "black", "tab:blue", "tab:orange", "tab:green", "tab:red"]
     figure, panels = plt.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
     for panel, (sync, title) in zip(panels, titles.items(), strict=True):
@@ -408,10 +409,16 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Simulate, save the figures and draw them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most-ranks", type=int, default=4096, help="largest number of ranks, of 8, 64, 512, 4096")
-    parser.add_argument("--peer-groups", type=int, default=512, help="largest ranks x slots for BatchRebalanceSampler")
-    parser.add_argument("--steps", type=int, default=8, help="fewest optimizer steps, a multiple of the lookahead 8")
-    parser.add_argument("--noise-runs", type=int, default=11, help="runs with noise")
+    parser.add_argument(
+        "--most-ranks", type=positive_int, default=4096, help="largest number of ranks, of 8, 64, 512, 4096"
+    )
+    parser.add_argument(
+        "--peer-groups", type=positive_int, default=512, help="largest ranks x slots for BatchRebalanceSampler"
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=8, help="fewest optimizer steps, a multiple of the lookahead 8"
+    )
+    parser.add_argument("--noise-runs", type=positive_int, default=11, help="runs with noise")
     parser.add_argument("--speed-noise", type=float, default=0.02, help="sigma of the lognormal speeds of ranks")
     parser.add_argument("--jitter", type=float, default=0.05, help="sigma of the lognormal jitter of micro-batches")
     parser.add_argument(

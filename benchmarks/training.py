@@ -19,12 +19,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from benchmarks.options import positive_int
 from lightning_balance import CostModel
 from lightning_balance.calibration.file import read_cost_file
 from lightning_balance.demo import CausalLM, FunctionsDataModule, PadCollator, TokenDataset
 from lightning_balance.probing.calibration_callback import CalibrateOptions, CalibrationCallback
 from lightning_balance.settings import BalanceSettings
-from lightning_balance.waiting import WaitClock
+from lightning_balance.waiting import WaitClock, can_measure_waiting
 
 STRATEGIES = ("ddp", "FSDP2")
 
@@ -61,7 +62,9 @@ class Job:
             if isinstance(default, bool):
                 parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
             else:
-                parser.add_argument(option, type=type(default), default=default)
+                is_number = isinstance(default, int)
+                choices = ("cpu", "gpu") if name == "accelerator" else None
+                parser.add_argument(option, type=positive_int if is_number else str, choices=choices, default=default)
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Job:
@@ -151,14 +154,15 @@ class Watch(Callback):
 
     Attributes:
         steps: seconds of each optimizer step; of the whole stage for evaluation.
-        waited_s: seconds in which the rank's thread did not run inside its micro-batches (CPU).
+        waited_s: seconds in which the rank's thread did not run inside its micro-batches; None where that cannot be
+            measured, on a GPU.
         busy_s: processor seconds of this process.
         shapes: count and padded length of each micro-batch.
     """
 
     def __init__(self, job: Job) -> None:
         self.steps: list[float] = []
-        self.waited_s = 0.0
+        self.waited_s: float | None = 0.0 if can_measure_waiting(job.device) else None
         self.busy_s = 0.0
         self.shapes: list[tuple[int, int]] = []
         self._job = job
@@ -186,7 +190,8 @@ class Watch(Callback):
             self.steps.append(now - self._begun)
             self._begun = now
             self.busy_s = process_time() - self._busy_before
-        self.waited_s += self._clock.stop()
+        if self.waited_s is not None:
+            self.waited_s += self._clock.stop()
 
     def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin together."""

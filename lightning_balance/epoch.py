@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_balance.cost import CostFunction, CostModel, PreparedCost, prepare_cost, probe_points
 from lightning_balance.lookahead import WindowPlanner, slots_of_steps
+from lightning_balance.partition import turn_of
 from lightning_balance.plan import StepPlan
 from lightning_balance.progress import EpochProgress
 from lightning_balance.rules import StepRules
@@ -22,7 +23,7 @@ from lightning_balance.shuffle import EpochOrder, RemainingOrder
 from lightning_balance.validation import check_choice, check_int_at_least, check_positive_int, validate_lengths
 
 # Part of the digest: raise it whenever the same input would give another plan.
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 STEP_UNITS = ("samples", "tokens")
 # Workers fetch some steps ahead of training, which asks for its own step again: plan none of them twice.
 _CACHED_STEPS, _FEWEST_CACHED_WINDOWS = 32, 2
@@ -127,7 +128,7 @@ class EpochPlan:
             if len(self._windows) > max(_CACHED_STEPS // self._lookahead, _FEWEST_CACHED_WINDOWS):
                 self._windows.popitem(last=False)
         self._windows.move_to_end(window)
-        return self._windows[window][place].rotated(self.epoch + index)
+        return self._windows[window][place].rotated((self.epoch + index) * turn_of(self.num_ranks))
 
     def locate(self, micro_batch_index: int) -> tuple[int, int]:
         """Return step and slot of a rank's micro-batch, counted from the start of the epoch.

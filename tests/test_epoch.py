@@ -10,6 +10,7 @@ import pytest
 from lightning_balance.cost import CostModel
 from lightning_balance.epoch import plan_epoch
 from lightning_balance.lookahead import LOW_CAPS, TIME_FOR_LOW_PEAK, deal_slots, slots_of_steps
+from lightning_balance.partition import turn_of
 from lightning_balance.shuffle import LARGEST_DRAWN_AT_ONCE, EpochOrder
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(4, 1, 500), 4, 600).astype(np.int64)
@@ -357,3 +358,13 @@ def test_a_million_samples_under_a_budget_stay_small_in_memory():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7, 64, 512])
+def test_any_few_steps_spread_the_heaviest_place_over_the_ranks(num_ranks):
+    turn = turn_of(num_ranks)
+    assert len({turn * step % num_ranks for step in range(num_ranks)}) == num_ranks
+    num_steps = min(num_ranks, 8)
+    heavy = np.sort([turn * step % num_ranks for step in range(num_steps)])
+    gaps = np.diff(np.append(heavy, heavy[0] + num_ranks))
+    assert gaps.max() <= max(3 * num_ranks / num_steps, 1)

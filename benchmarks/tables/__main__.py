@@ -23,6 +23,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, action="append", default=[], help="file whose tables are made anew")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     args = parser.parse_args()
+    unknown = [name for name in args.names if name not in TABLES]
+    if unknown:
+        parser.error(f"there is no table {unknown[0]!r}; tables are: {', '.join(TABLES)}")
     for path in args.write:
         path.write_text(write_tables(path.read_text(encoding="utf-8"), args.results), encoding="utf-8")
     if not args.write:

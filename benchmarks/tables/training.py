@@ -44,7 +44,7 @@ def end_to_end(data: Json, strategy: str) -> str:
             *(ratio(values[f"over {other}"]) for other in ("plain shuffle", "BatchRebalance", "ceiling")),
             f"{values['pad_efficiency']:.3f}",
             f"{seconds(values['step_p50_s'])} / {seconds(values['step_p90_s'])}",
-            seconds(values["waited_per_step_s"]),
+            "-" if values["waited_per_step_s"] is None else seconds(values["waited_per_step_s"]),
             f"{values['peak_mib']:,.0f} MiB",
         ]
         for method, values in data[strategy]["methods"].items()

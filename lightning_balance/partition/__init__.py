@@ -1,6 +1,6 @@
 """The cutting algorithms: arrays in, arrays out."""
 
-from lightning_balance.partition.arranging import arrange
+from lightning_balance.partition.arranging import arrange, turn_of
 from lightning_balance.partition.cutting import FILLER, Cut, cut
 from lightning_balance.partition.greedy import fewest_groups, smallest_budget
 from lightning_balance.partition.problem import Problem, make_problem
@@ -16,4 +16,5 @@ __all__ = [
     "fewest_groups",
     "make_problem",
     "smallest_budget",
+    "turn_of",
 ]

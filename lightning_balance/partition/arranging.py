@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,3 +35,16 @@ def arrange(costs: NDArray[np.float64], sync: str) -> tuple[NDArray[np.int64], N
     ranks = np.argsort(-costs[slots], axis=1, kind="stable")
     turned = (np.arange(num_ranks) - np.arange(num_slots)[:, None]) % num_ranks
     return np.broadcast_to(slots[:, None], costs.shape), np.take_along_axis(ranks, turned, axis=1)
+
+
+def turn_of(num_ranks: int) -> int:
+    """Return by how many ranks a plan moves from one step to the next.
+
+    About a golden section of the ranks, so that the places a rank has had in any few steps are spread over all of them,
+    and without a common divisor, so that it has had each place once in ``num_ranks`` steps.
+
+    >>> [turn_of(num_ranks) for num_ranks in (1, 2, 3, 4, 8, 512)]
+    [1, 1, 2, 3, 5, 317]
+    """
+    golden = round(num_ranks * 0.6180339887)
+    return next(turn for turn in range(max(golden, 1), num_ranks + 2) if gcd(turn, num_ranks) == 1)

@@ -1,8 +1,13 @@
 """The benchmark scripts that train, at tiny sizes on real processes."""
 
+import contextlib
+import importlib
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -39,7 +44,7 @@ def check_tables(script, figures, folder):
 
 @pytest.mark.slow
 def test_end_to_end_compares_the_same_samples_on_two_ranks(tmp_path):
-    figures = end_to_end.measure(TINY, strategies=["ddp", "FSDP2"], num_steps=1, num_rounds=1, max_length=64)
+    *_, figures = end_to_end.measure(TINY, strategies=["ddp", "FSDP2"], num_steps=1, num_rounds=1, max_length=64)
     for strategy in ("ddp", "FSDP2"):
         methods = figures[strategy]["methods"]
         of_ceiling = methods[end_to_end.CEILING]
@@ -53,7 +58,7 @@ def test_end_to_end_compares_the_same_samples_on_two_ranks(tmp_path):
 @pytest.mark.slow
 def test_the_budget_sweep_runs_every_example_once_a_step(tmp_path):
     sizes = {"num_samples": 8, "scale": 0.002, "num_steps": 2, "num_rounds": 1}
-    figures = budget_sweep.measure(TINY, strategies=["ddp", "FSDP2"], **sizes)
+    *_, figures = budget_sweep.measure(TINY, strategies=["ddp", "FSDP2"], **sizes)
     for strategy in ("ddp", "FSDP2"):
         for of_pass in figures[strategy].values():
             assert of_pass["1 sample"]["pad_efficiency"] == 1.0
@@ -107,7 +112,7 @@ def test_a_peak_holds_weights_gradients_and_the_optimizer_s_state():
 
 
 def test_overhead_and_calibration_have_tables(tmp_path):
-    figures = overhead.measure(ALONE, num_rounds=1, num_steps=overhead.WARM_UP_STEPS + 2, length=16)
+    *_, figures = overhead.measure(ALONE, num_rounds=1, num_steps=overhead.WARM_UP_STEPS + 2, length=16)
     assert all(0 < found["share_of_hooks"] < 1 for found in figures["modes"].values())
     check_tables("overhead", figures, tmp_path)
     words = ["--data.num_functions", "40", "--calibrate.num_repeats", "1", "--calibrate.max_tokens", "512"]
@@ -140,6 +145,45 @@ def fails_on_rank_one():
 def test_a_rank_that_fails_ends_all_of_them():
     with pytest.raises(RuntimeError, match="fails_on_rank_one failed on 2 ranks"):
         ranks.on_ranks(fails_on_rank_one, 2)
+
+
+def is_alive(mark):
+    """Whether a process has the mark in its environment."""
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in environ.read_bytes():
+                return True
+    return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+def test_a_script_that_is_stopped_leaves_no_rank_behind(tmp_path, monkeypatch):
+    mark = f"benchmark-{uuid4().hex}"
+    monkeypatch.setenv("MARK_OF_A_TEST", mark)
+    assert not gpu.run("end_to_end", ["--num-ranks", "2", "--rounds", "99", "--out", str(tmp_path)], 20.0)
+    end = time.monotonic() + 20
+    while is_alive(mark) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not is_alive(mark)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("overhead", ["--steps", "3"], "must be a whole number of at least 7, got 3"),
+        ("end_to_end", ["--rounds", "0"], "must be a whole number of at least 1, got 0"),
+        ("end_to_end", ["--num-ranks", "0"], "must be a whole number of at least 1, got 0"),
+        ("memory", ["--batch-sizes", "4", "0"], "must be a whole number of at least 1, got 0"),
+        ("budget_sweep", ["--scale", "0"], "must be a number above 0, got 0"),
+        ("budget_sweep", ["--samples", "6"], "--samples must be a multiple of 4, got 6"),
+        ("tables", ["nosuch"], "there is no table 'nosuch'"),
+    ],
+)
+def test_a_bad_option_is_told_in_one_sentence(script, words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benchmarks.{script}{'.__main__' if script == 'tables' else ''}").main()
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
