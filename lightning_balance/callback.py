@@ -240,18 +240,16 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
             self._control.end_step(trainer.global_step, batch_idx + 1)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
+        """Stop the clock until the next micro-batch."""
         if self._fit is not None and not trainer.sanity_checking:
             self._fit.is_validation_ahead = True
         if self._report is not None:
             self._report.monitor.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the clock go on."""
+        """Know that the validation has ended."""
         if self._fit is not None and not trainer.sanity_checking:
             self._fit.is_validation_ahead = False
-        if self._report is not None:
-            self._report.monitor.resume()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's figures."""

@@ -86,14 +86,21 @@ class RunMonitor:
             self._wait_clock.start()
 
     def end_wait(self) -> None:
-        """Add what was waited to the step."""
+        """Add what was waited to the step, unless its clock stands: what is no time of a step is no waiting either."""
         if self._wait_clock is not None:
-            self._waited_seconds += self._wait_clock.stop()
+            waited = self._wait_clock.stop()
+            if self._window_started is not None and self._paused_at is None:
+                self._waited_seconds += waited
 
     def begin_micro_batch(self) -> None:
-        """Start an epoch's clock with its first micro-batch, and count what the micro-batch waits."""
+        """Let the clock run, from an epoch's first micro-batch or on after a pause; count what this one waits."""
         if self._window_started is None:
             self._window_started = self._clock()
+        elif self._paused_at is not None:
+            self._window_started += self._clock() - self._paused_at
+        self._paused_at = None
+        if self.peak_memory.restart_window:
+            restart_accelerator_peak()  # what came between is no micro-batch
         self.begin_wait()
 
     def end_micro_batch(self) -> None:
@@ -104,7 +111,8 @@ class RunMonitor:
 
     def begin_epoch(self) -> None:
         """Count time from the epoch's first micro-batch: start of workers and of other callbacks is no step."""
-        self._window_started = None
+        self._window_started = self._paused_at = None
+        self._waited_seconds = 0.0
 
     def forget_modelled_time(self) -> None:
         """Begin to sum modelled time anew: another cost has other units."""
@@ -113,17 +121,9 @@ class RunMonitor:
             totals.modelled_time, totals.modelled_samples = 0.0, 0
 
     def pause(self) -> None:
-        """Stop the clock, during validation."""
-        self._paused_at = self._clock()
-
-    def resume(self) -> None:
-        """Let the clock go on after :meth:`pause`."""
-        if self._paused_at is not None:
-            if self.peak_memory.restart_window:
-                restart_accelerator_peak()  # validation is no micro-batch
-            if self._window_started is not None:
-                self._window_started += self._clock() - self._paused_at
-            self._paused_at = None
+        """Stop the clock until the next micro-batch: validation, and what others do at its end, is no step."""
+        if self._paused_at is None:
+            self._paused_at = self._clock()
 
     def end_step(self, place: Place, *, planning_seconds: float = 0.0) -> None:
         """Count the optimizer step that ended with ``place``, its last slot.
@@ -226,7 +226,10 @@ class RunMonitor:
 
     def _renew_peaks(self) -> float:
         """The peak over ranks since the last call, in GiB; counts it in that of epoch and run. A collective call."""
-        self.peak_memory.update()
+        if not self.peak_memory.restart_window:  # else micro-batches have been read, and what came since is none
+            self.peak_memory.update()
+        if not self.peak_memory.update_called:
+            return math.nan
         peak = float(self.peak_memory.compute())
         self.peak_memory.reset()
         # fmax: a number is larger than nan, which stands for what could not be read.

@@ -337,6 +337,7 @@ def test_what_comes_before_an_epochs_first_micro_batch_is_no_step(tmp_path: Path
 
 
 WORK_S = 0.05
+BETWEEN_S = 0.5
 
 
 class WorksLonger(ScalarModel):
@@ -347,6 +348,24 @@ class WorksLonger(ScalarModel):
         while time.thread_time() < end:
             math.sqrt(2.0)
         return super().training_step(batch, batch_idx)
+
+
+class BusyBetween(Callback):
+    """Rank 0 needs long for what is no step: the beginning of an epoch, validation, and its end."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        time.sleep(BETWEEN_S * trainer.is_global_zero)
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        time.sleep(BETWEEN_S * trainer.is_global_zero)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        time.sleep(BETWEEN_S * trainer.is_global_zero)
+
+
+class Validates(ScalarModel):
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(equal_samples([1, 1]), 1)
 
 
 def run_on_two_ranks(folder: str) -> dict[str, Any]:
@@ -367,6 +386,8 @@ def run_on_two_ranks(folder: str) -> dict[str, Any]:
         fit(model=WorksLonger(), strategy=strategy, num_ranks=2, logger=CSVLogger(folder, name=f"slow-{strategy}-1"))
     fit(model=WorksLonger(), strategy="ddp", num_ranks=2, logger=CSVLogger(folder, name="slow-ddp-4"),
         accumulate_grad_batches=4)  # fmt: skip
+    fit(model=Validates(), strategy="ddp", num_ranks=2, logger=CSVLogger(folder, name="between"),
+        callbacks=[BusyBetween()], limit_val_batches=1, val_check_interval=2, num_sanity_val_steps=0)  # fmt: skip
     # Rank 1 has only fillers.
     fit(data=equal_samples([3]), strategy="ddp", num_ranks=2, logger=CSVLogger(folder, name="one"), options={
         "print_summary": True})  # fmt: skip
@@ -423,6 +444,13 @@ def test_the_rank_that_waits_for_the_slowest_is_named(
         assert row["balance/wait_time_max_s"] == pytest.approx(max(of_ranks))
         assert row["balance/wait_time_mean_s"] == pytest.approx(sum(of_ranks) / 2)
         assert max(of_ranks) <= row["balance/step_time_s"] * 1.01
+
+
+def test_what_is_no_time_of_a_step_is_no_waiting_either(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
+    rows = steps_of(read_csv(two_ranks[1] / "between"))
+    assert len(rows) == 5
+    for row in rows:
+        assert max(row["balance/step_time_s"], row["balance/wait_time_max_s"]) < 0.8 * BETWEEN_S
 
 
 def test_only_rank_zero_writes_tensorboard_events(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
