@@ -63,7 +63,7 @@ class RunMonitor:
         self._paused_at: float | None = None
         self.pad_efficiency = PadEfficiency().to(device)
         self.cost_spread = CostSpread().to(device)
-        has_counter = has_accelerator_peak()
+        has_counter = device.type != "cpu" and has_accelerator_peak()  # which the machine may have, unused
         peak_memory = PeakMemory(restart_window=True) if has_counter else PeakMemory(source="rss")
         self.peak_memory = peak_memory.to(device)
         self._peak_of_epoch = self._peak_of_run = math.nan

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.allocator import Allocator
+
 CRASH_ROUNDS = pytest.StashKey[str]()
 """What the rounds of ``tests/test_crashes.py`` came to."""
 
@@ -17,6 +19,14 @@ def no_seed_of_another_test() -> Iterator[None]:
     os.environ.pop("PL_GLOBAL_SEED", None)
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """A machine with an accelerator, in use."""
+    found = Allocator()
+    monkeypatch.setattr("lightning_balance.memory._device_module", lambda: found)
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
