@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_balance.fitting import Place
 from lightning_balance.memory import has_accelerator_peak, restart_accelerator_peak
@@ -47,7 +46,8 @@ class RunMonitor:
     Args:
         rank: this data-parallel rank.
         sync: when ranks wait for each other.
-        device: where the metrics' states live, so that their process group can reduce them.
+        device: the run's. Metrics' states live there where a process group reduces them, and in a run of one process on
+            the host, where reading them waits for no device.
         clock: seconds, monotonic; an argument so that tests can set the time.
     """
 
@@ -61,14 +61,16 @@ class RunMonitor:
         self._since_log = Totals()
         self._window_started: float | None = None
         self._paused_at: float | None = None
-        self.pad_efficiency = PadEfficiency().to(device)
-        self.cost_spread = CostSpread().to(device)
+        has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         has_counter = device.type != "cpu" and has_accelerator_peak()  # which the machine may have, unused
-        peak_memory = PeakMemory(restart_window=True) if has_counter else PeakMemory(source="rss")
-        self.peak_memory = peak_memory.to(device)
+        place = device if has_others else torch.device("cpu")
+        self.pad_efficiency = PadEfficiency(sync_on_compute=has_others).to(place)
+        self.cost_spread = CostSpread(sync_on_compute=has_others).to(place)
+        self.peak_memory = PeakMemory(
+            "accelerator" if has_counter else "rss", restart_window=has_counter, sync_on_compute=has_others
+        ).to(place)
         self._peak_of_epoch = self._peak_of_run = math.nan
         self._device = device
-        has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._wait_clock = WaitClock() if has_others and can_measure_waiting(device) else None
         self._waited_seconds = 0.0
         self._planned_before = 0.0
@@ -156,7 +158,7 @@ class RunMonitor:
         self.pad_efficiency.update(planned.real_tokens[:, self.rank], planned.padded_tokens[:, self.rank])
         self.cost_spread.update(planned.synchronised_costs)
 
-    def step_values(self) -> dict[str, float | Tensor]:
+    def step_values(self) -> dict[str, float]:
         """Values for a logger since the last call: planned shares and measured rates. A collective call."""
         self._sum_up()
         totals, self._since_log = self._since_log, Totals()
@@ -165,7 +167,7 @@ class RunMonitor:
             "padded_tokens_per_second": totals.padded_tokens,
             "samples_per_second": totals.num_samples,
         }
-        values: dict[str, float | Tensor] = {
+        values: dict[str, float] = {
             "pad_efficiency": totals.pad_efficiency,
             "cost_spread": totals.cost_spread,
             "step_time_s": totals.seconds / totals.num_steps if totals.num_steps else math.nan,
@@ -200,16 +202,16 @@ class RunMonitor:
         """
         return bool(self._pending) or self.pad_efficiency.update_called
 
-    def epoch_values(self) -> dict[str, float | Tensor]:
+    def epoch_values(self) -> dict[str, float]:
         """Values of the epoch over all ranks, under names ending in ``_epoch``. A collective call.
 
         They cover what this process did of the epoch; only where :attr:`has_epoch_values`.
         """
         self._sum_up()
         self._renew_peaks()
-        values: dict[str, float | Tensor] = {
-            "pad_efficiency": self.pad_efficiency.compute(),
-            "cost_spread": self.cost_spread.compute(),
+        values: dict[str, float] = {
+            "pad_efficiency": float(self.pad_efficiency.compute()),
+            "cost_spread": float(self.cost_spread.compute()),
             **self._peak(self._peak_of_epoch),
         }
         self._peak_of_epoch = math.nan

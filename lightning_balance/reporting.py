@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_balance import _lightning
 from lightning_balance.fitting import BalancedFit, Place
@@ -45,7 +44,7 @@ class RunReport:
         in_bar = {"pad_eff": values[PREFIX + "pad_efficiency"], "tok/s": values[PREFIX + "tokens_per_second"]}
         self._module.log_dict(in_bar, on_step=True, on_epoch=False, batch_size=1, prog_bar=True, logger=False)
 
-    def _step_values(self) -> dict[str, float | Tensor]:
+    def _step_values(self) -> dict[str, float]:
         max_tokens = self._fit.sampler.max_tokens
         budget = {} if max_tokens is None else {PREFIX + "max_tokens": float(max_tokens)}
         return {**self.monitor.step_values(), **budget}
