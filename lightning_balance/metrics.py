@@ -197,6 +197,7 @@ class PeakMemory(Metric):
             raise ValueError('restart_window=True needs source="accelerator": the RSS peak cannot be restarted')
         self.source = source
         self.restart_window = restart_window
+        self._is_in_forward = False
         # -1 means never read: a real peak may be 0 bytes, and max over ranks keeps any rank that could read.
         self.add_state("peak_bytes", torch.tensor(-1, dtype=torch.int64), dist_reduce_fx="max")
 
@@ -228,6 +229,14 @@ class PeakMemory(Metric):
         if self.restart_window:
             restart_accelerator_peak()
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Update, and return the peak of this update alone."""
+        self._is_in_forward = True  # torchmetrics resets before it updates: the counter must not restart unread
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._is_in_forward = False
+
     def compute(self) -> Tensor:
         """Highest peak of all ranks in GiB, ``nan`` if no rank could read one."""
         peak_bytes = int(self.peak_bytes)
@@ -236,7 +245,7 @@ class PeakMemory(Metric):
     def reset(self) -> None:
         """Forget the peaks seen so far; with ``restart_window`` also those since the last update."""
         super().reset()
-        if self.restart_window:
+        if self.restart_window and not self._is_in_forward:
             restart_accelerator_peak()
 
 

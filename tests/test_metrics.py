@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics import MetricCollection
 
 import lightning_balance
 from lightning_balance.efficiency import cost_spread, pad_efficiency
 from lightning_balance.memory import GIB
 from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
+from tests.allocator import Allocator
 from tests.distributed import run_ranks
 
 REAL = np.random.default_rng(0).integers(1, 500, 40)
@@ -185,6 +187,22 @@ def test_accelerator_peak_covers_the_window_it_says() -> None:
     metric.update()
     assert float(metric.compute()) < 0.05
     assert metric.window == "since the last reset of this metric"
+
+
+@pytest.mark.parametrize("wrap", [lambda metric: metric, lambda metric: MetricCollection({"peak": metric})])
+def test_forward_returns_the_peak_since_the_last_update(wrap: Any, allocator: Allocator) -> None:
+    metric = PeakMemory(restart_window=True)
+    call = wrap(metric)
+    values = []
+    for gib in (5, 7, 2):
+        allocator.use(gib)
+        value = call()
+        values.append(float(value["peak"] if isinstance(value, dict) else value))
+    assert [*values, float(metric.compute())] == [5.0, 7.0, 2.0, 7.0]
+    allocator.use(9)
+    metric.reset()
+    metric.update()
+    assert float(metric.compute()) == 0.0
 
 
 def test_peak_memory_refuses_what_it_cannot_do() -> None:
