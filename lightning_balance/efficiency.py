@@ -69,7 +69,7 @@ def cost_spread(costs: npt.ArrayLike) -> float:
         >>> cost_spread([[3.0, 1.0], [2.0, 2.0]])  # two slots of two ranks
         0.5
     """
-    ranks = _costs_per_rank(costs)
+    ranks = _without_scale(_costs_per_rank(costs))
     if ranks.size == 0:
         return float("nan")
     mean = ranks.mean(axis=-1)
@@ -97,7 +97,7 @@ def slot_efficiency(costs: npt.ArrayLike) -> float:
         >>> slot_efficiency([[4.0, 2.0], [1.0, 1.0]])
         0.875
     """
-    ranks = _costs_per_rank(costs)
+    ranks = _without_scale(_costs_per_rank(costs))
     if ranks.size == 0:
         return float("nan")
     slowest = ranks.max(axis=-1)
@@ -253,3 +253,10 @@ def _costs_per_rank(costs: npt.ArrayLike) -> npt.NDArray[np.float64]:
     if ranks.size and np.isinf(ranks.max()):
         raise ValueError("costs must be finite, got inf")
     return ranks
+
+
+def _without_scale(ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Divide the costs of each row by a power of two that brings the largest below 1: ratios stay, sums are finite."""
+    _, exponents = np.frexp(ranks.max(axis=-1, keepdims=True, initial=0.0))
+    scaled: npt.NDArray[np.float64] = np.ldexp(ranks, -exponents)
+    return scaled

@@ -37,7 +37,8 @@ class PadEfficiency(Metric):
 
     Guarantee:
         Equal to :func:`lightning_balance.efficiency.pad_efficiency` of all updates of all ranks together: a ratio of
-        sums, never a mean of ratios. Token counts are summed as 64-bit integers and therefore exact.
+        sums, never a mean of ratios. Token counts are summed as 64-bit integers and therefore exact, as long as those
+        of all updates of all ranks come to less than 2**63.
 
     Units:
         Tokens (or frames, nodes). ``compute`` returns a float32 scalar in [0, 1], ``nan`` before any padded token.
@@ -68,11 +69,11 @@ class PadEfficiency(Metric):
         """Add micro-batches of this rank: two counts, or two arrays, lists or tensors of counts, which are summed.
 
         A filler has 0 real tokens. Tensors are summed where they are: nothing is read back from an accelerator, so
-        that sums that are there are not checked. What is refused is not counted.
+        that counts that are there are not checked. What is refused is not counted.
 
         Raises:
             TypeError: values that are not numbers.
-            ValueError: fractions, negative counts, or more real than padded tokens.
+            ValueError: fractions, negative counts, or more real than padded tokens in all.
         """
         real, padded = _total("real_tokens", real_tokens), _total("padded_tokens", padded_tokens)
         if isinstance(real, int) and isinstance(padded, int) and not 0 <= real <= padded <= LARGEST_INT:
@@ -252,15 +253,15 @@ class PeakMemory(Metric):
 def _total(name: str, tokens: npt.ArrayLike | Tensor) -> int | Tensor:
     """Return the sum of counts; that of a tensor on an accelerator stays there, unread."""
     if isinstance(tokens, Tensor):
-        total = tokens.detach().sum()
-        if total.device.type != "cpu":
-            return total
-        value = total.item()
+        tokens = tokens.detach()
+        if tokens.device.type != "cpu":
+            return tokens.sum(dtype=torch.int64)
+        array = (tokens.double() if tokens.is_floating_point() else tokens).numpy()  # numpy has no bfloat16
     else:
         array = np.asarray(tokens)
-        if array.dtype.kind not in "biuf":
-            raise TypeError(f"{name} must be a count or an array of counts, got {tokens!r}")
-        value = array.sum().item()
-    if not float(value).is_integer():
-        raise ValueError(f"{name} must be whole numbers, got {value} in all")
-    return int(value)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name} must be a count or an array of counts, got {tokens!r}")
+    is_count = np.isfinite(array) & (array >= 0) & (array == np.floor(array))
+    if not is_count.all():
+        raise ValueError(f"{name} must be whole numbers of at least 0, got {array[~is_count].flat[0]}")
+    return int(array.sum(dtype=np.float64 if array.dtype.kind == "f" else None))

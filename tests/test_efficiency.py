@@ -52,6 +52,7 @@ def test_pad_efficiency_counts_tokens_beyond_32_bits() -> None:
         ([[3.0, 1.0], [2.0, 2.0]], 0.5, 5 / 6),
         ([[0.0, 0.0], [4.0, 0.0]], 1.0, 0.75),
         ([[[3.0, 1.0]], [[1.0, 3.0]]], 1.0, 2 / 3),
+        ([[1e308, 1e308, 0.0], [3e-308, 1e-308, 0.0]], 1.875, (2 / 3 + 4 / 9) / 2),
     ],
 )
 def test_spread_and_slot_efficiency_of_tiny_cases(costs: npt.ArrayLike, spread: float, slot: float) -> None:

@@ -56,6 +56,14 @@ def test_pad_efficiency_stays_exact_beyond_32_bit_counts() -> None:
     assert int(metric.real_tokens) == 9 * 2**40 + 3
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8])
+def test_pad_efficiency_stays_exact_for_counts_of_few_bits(kind: Any) -> None:
+    metric, size = PadEfficiency(), 2**17 + 1
+    ones = torch.ones(size, dtype=kind) if isinstance(kind, torch.dtype) else np.ones(size, kind)
+    metric.update(ones, size)
+    assert int(metric.real_tokens) == size
+
+
 def test_pad_efficiency_refuses_more_real_than_padded_tokens() -> None:
     with pytest.raises(ValueError, match="between 0 and padded_tokens, got 5 of 4"):
         PadEfficiency().update(5, 4)
@@ -66,7 +74,7 @@ def test_pad_efficiency_refuses_every_kind_of_number_alike(kind: Any) -> None:
     metric = PadEfficiency()
     with pytest.raises(ValueError, match="between 0 and padded_tokens, got 7 of 3"):
         metric.update(kind(7), 3)
-    with pytest.raises(ValueError, match="between 0 and padded_tokens, got -1 of 3"):
+    with pytest.raises(ValueError, match="real_tokens must be whole numbers of at least 0, got -1"):
         metric.update(kind(-1), kind(3))
     metric.update(kind(3), kind(4))
     assert float(metric.compute()) == 0.75
@@ -75,9 +83,13 @@ def test_pad_efficiency_refuses_every_kind_of_number_alike(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("padded", "error", "sentence"),
     [
-        (10.5, ValueError, "padded_tokens must be whole numbers, got 10.5 in all"),
-        (torch.tensor([10.25, 0.25]), ValueError, "padded_tokens must be whole numbers, got 10.5 in all"),
-        (float("nan"), ValueError, "padded_tokens must be whole numbers, got nan"),
+        (10.5, ValueError, "padded_tokens must be whole numbers of at least 0, got 10.5"),
+        (torch.tensor([10.25, 0.75]), ValueError, "padded_tokens must be whole numbers of at least 0, got 10.25"),
+        ([6.0, 10.5, 0.5], ValueError, "padded_tokens must be whole numbers of at least 0, got 10.5"),
+        ([-1, 8], ValueError, "padded_tokens must be whole numbers of at least 0, got -1"),
+        (torch.tensor([8, -1]), ValueError, "padded_tokens must be whole numbers of at least 0, got -1"),
+        (float("nan"), ValueError, "padded_tokens must be whole numbers of at least 0, got nan"),
+        ([5.0, float("inf")], ValueError, "padded_tokens must be whole numbers of at least 0, got inf"),
         ("ten", TypeError, "padded_tokens must be a count or an array of counts, got 'ten'"),
         (None, TypeError, "padded_tokens must be a count or an array of counts, got None"),
         (10**20, TypeError, "padded_tokens must be a count or an array of counts, got 100000000000000000000"),
