@@ -42,7 +42,7 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
             has as many micro-batches as the budget needs; without, it has ``accumulate_grad_batches``, and no
             micro-batch exceeds ``batch_size`` times the longest length, so that the peak of memory cannot rise.
             ``"auto"``: the largest that fits into memory, found before training on the real strategy; the module is
-            afterwards as it was. A resumed run keeps the budget it had.
+            afterwards as it was. A resumed run keeps the budget it had, unless its optimizer steps are larger now.
         samples_per_step: samples per optimizer step over all ranks; default ``batch_size * accumulate_grad_batches *
             ranks``, the plain run's.
         lengths: an array with one length per sample, the name of a column or key, a function ``sample -> length``, or

@@ -16,7 +16,7 @@ import lightning_balance
 from lightning_balance import _lightning
 from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, gather_objects, on_every_rank
 from lightning_balance.calibration.online import OnlineCost, slowest_per_slot
-from lightning_balance.calibration.search import BudgetSearch
+from lightning_balance.calibration.search import MEMORY_IS_NOT_THE_LIMIT, BudgetSearch
 from lightning_balance.cost import CostFunction, CostModel
 from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
@@ -69,6 +69,7 @@ class SamplerFactory:
         self.memory_bounds = [settings.memory_fraction, settings.memory_limit_gib]
         self._trainer = trainer
         self._lengths = LengthsOfRanks(trainer, settings)
+        self._saved: dict[str, Any] = {}
         self._warned_of_skipped: tuple[int, int | None] | None = None
         self.can_run = False
 
@@ -130,6 +131,12 @@ class SamplerFactory:
     def _samples_per_step(self, batch_size: int) -> int:
         return self.settings.samples_per_step or batch_size * self.accumulation * self.num_ranks
 
+    def _most_samples(self, loader: DataLoader[Any]) -> int:
+        """Samples that no optimizer step has more of, over all ranks."""
+        if self.settings.step_unit == "tokens":
+            return len(loader.dataset)  # type: ignore[arg-type]  # torch declares no length
+        return self._samples_per_step(self.batch_size(loader))
+
     def batch_size(self, loader: DataLoader[Any]) -> int:
         """Samples per micro-batch of the plain run; 1 where a balanced sampler has none of its own."""
         if isinstance(loader.batch_sampler, BalancedBatchSampler):
@@ -163,26 +170,38 @@ class SamplerFactory:
         return is_new
 
     def keep_budget(self, state: dict[str, Any]) -> None:
-        """Take the budget that a run with as many ranks and as much memory had found before it was saved."""
-        max_tokens = state.get("max_tokens")
+        """Take the budget that a saved run had found, if it had these ranks, this memory and no smaller steps."""
+        self._saved = state
+
+    def _saved_budget(self, loader: DataLoader[Any]) -> int | None:
+        state = self._saved
         is_alike = (state.get("num_replicas"), state.get("memory_bounds")) == (self.num_ranks, self.memory_bounds)
-        if self.settings.max_tokens == "auto" and max_tokens and is_alike:
-            self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
+        most_samples = state.get("samples_per_step") or state.get("num_samples", 0)  # none: steps of tokens
+        return state.get("max_tokens") if is_alike and self._most_samples(loader) <= most_samples else None
 
     def _settle_budget(self, loader: DataLoader[Any]) -> None:
+        saved = on_every_rank(lambda: self._saved_budget(loader))
+        max_tokens = self._find_budget(loader) if saved is None else saved
+        self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
+
+    def _find_budget(self, loader: DataLoader[Any]) -> int:
         if not self.can_run:
             raise ValueError(
                 "max_tokens='auto' runs the module before the number of steps is known, but configure_optimizers asks"
                 " for trainer.estimated_stepping_batches: find the budget with `lightning-balance calibrate"
                 " --find-max-tokens` and give max_tokens the number"
             )
-        max_tokens, _, limit_gib = self.find_max_tokens(
+        max_tokens, search, limit_gib = self.find_max_tokens(
             loader,
             memory_fraction=self.settings.memory_fraction,
             memory_limit_gib=self.settings.memory_limit_gib,
         )
-        rank_zero_info(f"BalanceCallback: max_tokens={max_tokens} is the largest that fits into {limit_gib:.3g} GiB")
-        self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
+        memory = f"{limit_gib:.3g} GiB"
+        fits = f"is the largest that fits into {memory}"
+        if not search.is_limited:
+            fits = f"fits into {memory}; {MEMORY_IS_NOT_THE_LIMIT}"
+        rank_zero_info(f"BalanceCallback: max_tokens={max_tokens} {fits}")
+        return max_tokens
 
     def find_max_tokens(
         self, loader: DataLoader[Any], *, memory_fraction: float, memory_limit_gib: float | None
@@ -192,12 +211,11 @@ class SamplerFactory:
         Raises:
             ValueError: no budget fits, or the device needs ``memory_limit_gib``.
         """
-        batch_size = on_every_rank(lambda: self.batch_size(loader))
-        is_token_step = self.settings.step_unit == "tokens"
+        most_samples = on_every_rank(lambda: self._most_samples(loader))
         finder = BudgetFinder(
             self._trainer,
             self.micro_batches(loader),
-            max_samples=len(loader.dataset) if is_token_step else self._samples_per_step(batch_size),  # type: ignore[arg-type]  # torch declares no length
+            max_samples=most_samples,
             memory_fraction=memory_fraction,
             memory_limit_gib=memory_limit_gib,
         )

@@ -180,6 +180,13 @@ def test_the_budget_finder_prints_what_it_tried(in_process, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_budget_finder_says_where_memory_is_not_the_limit(in_process, capsys):
+    main(["calibrate", "--config", DEMO, *ONE_PROCESS, "--find-max-tokens", "--calibrate.memory_limit_gib", "8"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"max_tokens that fits: {64 * 32}; memory is not the limit: no optimizer step has more" in output
+    assert "largest" not in output
+
+
 def test_the_budget_finder_on_the_cpu_needs_a_limit(in_process):
     with pytest.raises(ValueError, match="finding max_tokens on 'cpu' needs memory_limit_gib"):
         main(["calibrate", "--config", DEMO, *ONE_PROCESS, "--find-max-tokens"])

@@ -206,6 +206,13 @@ def test_the_largest_budget_of_use_is_never_passed():
     assert max(ran) == 1234
 
 
+def test_a_search_says_whether_memory_set_the_limit():
+    share_of, _ = machine(1000)
+    assert not find_largest(share_of, smallest=10, largest=1000).is_limited
+    assert not find_largest(share_of, smallest=10, largest=10).is_limited
+    assert find_largest(share_of, smallest=10, largest=1050).is_limited
+
+
 def test_nothing_fits():
     found = find_largest(lambda tokens: float("inf"), smallest=10, largest=100)
     assert found.max_tokens is None

@@ -123,9 +123,17 @@ def test_twice_the_memory_holds_more_tokens():
     assert large > 1.5 * small
 
 
-def test_with_memory_in_plenty_a_whole_step_is_one_micro_batch():
-    _, callback = train("auto", options={"memory_limit_gib": 8})
-    assert callback.max_tokens == 8 * max(LENGTHS)
+@pytest.mark.parametrize(
+    ("options", "num_samples"), [({}, 8), ({"samples_per_step": 6}, 6), ({"step_unit": "tokens"}, len(LENGTHS))]
+)
+def test_with_memory_in_plenty_a_whole_step_is_one_micro_batch_and_memory_is_not_the_limit(
+    options, num_samples, caplog
+):
+    caplog.set_level("INFO")
+    _, callback = train("auto", options={"memory_limit_gib": 8, **options}, max_steps=1)
+    assert callback.max_tokens == num_samples * max(LENGTHS)
+    assert f"={callback.max_tokens} fits into 7.2 GiB; memory is not the limit: no optimizer step" in caplog.text
+    assert "largest that fits" not in caplog.text
 
 
 def test_too_little_memory_for_the_longest_sample_is_an_error_that_says_how_much_it_needs():
@@ -306,6 +314,15 @@ def test_a_resumed_run_keeps_the_budget_it_had(tmp_path, caplog):
     assert "is the largest that fits" not in caplog.text
     assert second.max_tokens == first.max_tokens
     assert resumed.largest <= first.max_tokens
+
+
+@pytest.mark.parametrize(("now", "factor"), [({"batch_size": 16}, 2), ({"batch_size": 4}, 1)], ids=["more", "fewer"])
+def test_a_run_that_resumes_with_more_samples_in_a_step_looks_again(now, factor, tmp_path):
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    plenty = {"options": {"memory_limit_gib": 8}}
+    _, before = train("auto", callbacks=[saving], enable_checkpointing=True, max_steps=2, **plenty)
+    _, resumed = train("auto", ckpt_path=tmp_path / "step=2.ckpt", max_steps=4, **plenty, **now)
+    assert resumed.max_tokens == factor * before.max_tokens
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ RESOLUTION = 1 / 64
 """The budget found is at most so much, relatively, below one that was refused."""
 MARGIN = 1.05
 """Budgets whose share is predicted to be above this are not tried; predictions of linear memory are closer."""
+MEMORY_IS_NOT_THE_LIMIT = "memory is not the limit: no optimizer step has more padded tokens"
+"""What is to be said of a budget that memory did not limit."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,12 @@ class BudgetSearch:
     Attributes:
         max_tokens: the largest budget that was run and fitted; None if not even the smallest did.
         tries: everything that was run, in order.
+        is_limited: whether memory set the limit; False where the largest budget that is of use fits.
     """
 
     max_tokens: int | None
     tries: tuple[Try, ...]
+    is_limited: bool = True
 
 
 def find_largest(
@@ -72,7 +76,7 @@ def find_largest(
             low = candidate
         else:
             high = candidate
-    return BudgetSearch(low, tuple(tries))
+    return BudgetSearch(low, tuple(tries), is_limited=low < largest)
 
 
 def _predict(tries: list[Try], low: int, candidate: int) -> float:

@@ -19,7 +19,7 @@ from lightning_balance.agreement import from_rank_zero, on_every_rank
 from lightning_balance.calibration.file import check_can_write, check_is_cost_path, write_cost_file
 from lightning_balance.calibration.fit import CostFit, fit_cost
 from lightning_balance.calibration.grid import MIN_POINTS, choose_grid
-from lightning_balance.calibration.search import BudgetSearch
+from lightning_balance.calibration.search import MEMORY_IS_NOT_THE_LIMIT, BudgetSearch
 from lightning_balance.callback import BalanceCallback
 from lightning_balance.checks import check_trainer
 from lightning_balance.console import format_value, print_table, say
@@ -113,7 +113,10 @@ class CalibrationCallback(BalanceCallback):
         )
         if trainer.is_global_zero:
             print_search(search, limit_gib)
-            say(f"largest max_tokens that fits: {max_tokens}")
+            if search.is_limited:
+                say(f"largest max_tokens that fits: {max_tokens}")
+            else:
+                say(f"max_tokens that fits: {max_tokens}; {MEMORY_IS_NOT_THE_LIMIT}")
 
     def _calibrate(self, trainer: Trainer, factory: SamplerFactory, loader: DataLoader[Any]) -> None:
         micro_batches = factory.micro_batches(loader)
