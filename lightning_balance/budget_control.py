@@ -13,14 +13,14 @@ from lightning_balance.control import RunDescription, begin_run, end_run, take_r
 from lightning_balance.fitting import BalancedFit
 
 DEFAULT_EVERY_N_STEPS = 50
-"""Where a trainer has no ``log_every_n_steps``."""
+"""Where a trainer never logs steps: ``log_every_n_steps=0``."""
 
 
 class BudgetControl:
     """Watches for requests in the log folder of a run that has a token budget.
 
-    Ranks compare notes once in ``log_every_n_steps`` optimizer steps, a single process after every step. A collective
-    object: every rank makes it, and calls its methods, at the same places.
+    Ranks compare notes once in ``log_every_n_steps`` optimizer steps (in 50 where that is 0), a single process after
+    every step. A collective object: every rank makes it, and calls its methods, at the same places.
 
     Args:
         trainer: the trainer; its first logger's folder is watched, none without a logger.
@@ -58,6 +58,16 @@ class BudgetControl:
         else:
             rank_zero_info(f"BalanceCallback: max_tokens {before} -> {asked} after optimizer step {num_steps}")
             self._tell(self._description().write)
+
+    def warn_of_late_request(self) -> None:
+        """Say which request nobody will follow, as the training has ended."""
+        asked, before = self._take(), self._fit.sampler.max_tokens
+        if asked is not None and asked != before:
+            rank_zero_warn(
+                f"BalanceCallback: the request for max_tokens={asked} came too late: the run, which looks for requests"
+                f" every {self._every_n_steps} optimizer step(s), ended with max_tokens={before}; give {asked} to the"
+                " next run, or ask earlier"
+            )
 
     def close(self) -> None:
         """Say that the run takes no more requests."""

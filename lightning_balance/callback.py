@@ -260,7 +260,8 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
         """Change the token budget of the run, without a restart; call it on rank 0 or on every rank.
 
         It takes effect on all ranks after the same optimizer step: in a single process after the current one, else
-        after the next of every ``log_every_n_steps``. A budget that the data cannot have is ignored with a warning.
+        after the next of every ``log_every_n_steps`` (50 where that is 0). A budget that the data cannot have, or
+        that is asked for too late in the run, is ignored with a warning.
         The command ``lightning-balance set-max-tokens`` does the same from outside.
 
         Raises:
@@ -332,6 +333,8 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the trainer back as it was; a checkpoint saved by hand after ``fit`` still says where it stands."""
         if stage == "fit":
+            if self._control is not None:
+                self._control.warn_of_late_request()
             self._release(trainer)
         else:
             self._release_evaluation()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -304,6 +307,29 @@ def test_a_run_file_that_can_no_longer_be_written_is_a_warning(tmp_path: Path) -
     assert {budget for step, budget in asks.budgets if step > 2} == {60}
 
 
+@pytest.mark.parametrize("is_command", [False, True])
+def test_a_request_that_comes_too_late_is_a_warning(is_command: bool, tmp_path: Path) -> None:
+    class AsksLate(Callback):
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            if is_command:
+                main(["set-max-tokens", "60", "--run", trainer.log_dir])
+            else:
+                next(c for c in trainer.callbacks if isinstance(c, BalanceCallback)).set_max_tokens(60)
+
+    with pytest.warns(UserWarning, match="max_tokens=60 came too late: .* every 1 .* ended with max_tokens=26"):
+        _, _, used = train({}, AsksLate(), logger=CSVLogger(tmp_path))
+    assert not (Path(used.log_dir) / REQUEST_FILE).exists()
+
+
+def test_a_request_for_the_budget_in_force_is_never_too_late(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    class AsksLate(Callback):
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            main(["set-max-tokens", "26", "--run", trainer.log_dir])
+
+    train({}, AsksLate(), logger=CSVLogger(tmp_path))
+    assert [str(warning.message) for warning in recwarn if "too late" in str(warning.message)] == []
+
+
 class LogsTo(DummyLogger):
     """Says that it writes to a folder, and writes nothing."""
 
@@ -432,3 +458,27 @@ def test_all_ranks_change_after_the_same_step(strategy: str, tmp_path: Path) -> 
     for rank in ranks:
         assert rank[3] == pytest.approx(whole.gradients, rel=1e-6)
         assert rank[4] == 12
+
+
+def train_without_logged_steps(folder: Path) -> tuple[list[str], str]:
+    """The warnings of a run that is asked at its second step, and the command's answer."""
+
+    def ask(trainer: Any, asked: int) -> None:
+        log_dir = trainer.log_dir  # a collective call
+        if trainer.is_global_zero:
+            main(["set-max-tokens", str(asked), "--run", log_dir])
+
+    output = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(output):
+        warnings.simplefilter("always")
+        train({1: 12}, place=("ddp", 2), ask=ask, logger=CSVLogger(folder), log_every_n_steps=0)
+    return [str(warning.message) for warning in caught], " ".join(output.getvalue().split())
+
+
+def test_ranks_that_never_log_look_every_50_steps(tmp_path: Path) -> None:
+    (told, answer), (of_other, _) = run_ranks(train_without_logged_steps, 2, tmp_path, timeout_s=120)
+    assert "looks for requests every 50 optimizer step(s)" in answer
+    late = [message for message in told if "max_tokens=12 came too late" in message]
+    assert len(late) == 1
+    assert "every 50 optimizer step(s), ended with max_tokens=26" in late[0]
+    assert [message for message in of_other if "too late" in message] == []
