@@ -129,15 +129,28 @@ class EndsWithAnExport(CausalLM):
     on_fit_end = on_train_end
 
 
+def refused(capsys, *words):
+    """What a calibration says that ends in one sentence and the status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main(["calibrate", "--config", DEMO, *ONE_PROCESS, *words])
+    error = capsys.readouterr().err
+    (sentence,) = [line for line in error.splitlines() if line.startswith("lightning-balance calibrate: error: ")]
+    assert error.endswith(f"{sentence}\n")
+    return error
+
+
 def calibrate(kind, *words):
     model = ["--model", f"tests.test_calibrate_command.{kind}"]
     main(["calibrate", "--config", DEMO, *model, *ONE_PROCESS, *words])
 
 
 @pytest.mark.filterwarnings("ignore:.*run out of memory and are left out")
-def test_memory_for_no_size_at_all_is_an_error_that_says_so(in_process):
-    with pytest.raises(ValueError, match=r"at least 3 sizes .* but (\d+) of \1 .* run out of memory: lower the cap"):
-        calibrate("RunsOutOfMemory")
+def test_memory_for_no_size_at_all_is_an_error_that_says_so(in_process, capsys):
+    assert re.search(
+        r"at least 3 sizes .* but (\d+) of \1 .* run out of memory: lower the cap",
+        refused(capsys, "--model", "tests.test_calibrate_command.RunsOutOfMemory"),
+    )
 
 
 def test_a_calibration_calls_the_hooks_of_a_beginning_epoch_but_not_those_of_a_training_that_ends(in_process, tmp_path):
@@ -152,13 +165,31 @@ def test_a_calibration_calls_the_hooks_of_a_beginning_epoch_but_not_those_of_a_t
         (("--calibrate.out", "none/cost.yaml"), "calibrate.out='none/cost.yaml' is in a folder that does not exist"),
         (("--calibrate.out", "folder.yaml"), "calibrate.out='folder.yaml' is a folder"),
         (("--calibrate.memory_fraction", "0"), "memory_fraction must be above 0"),
+        (("--calibrate.num_repeats", "0"), "calibrate.num_repeats must be an integer >= 1, got 0"),
+        (("--calibrate.max_tokens", "-1"), "calibrate.max_tokens must be an integer >= 1, got -1"),
+        (("--calibrate.max_tokens", "1"), "a fit needs at least 3 sizes of micro-batches, but max_tokens=1 "),
+        (("--num_cpu_processes", "0"), "num_cpu_processes must be at least 1, or null for one process, got 0"),
+        (("--find-max-tokens",), "finding max_tokens on 'cpu' needs memory_limit_gib"),
+        (("--find-max-tokens", "--calibrate.memory_limit_gib", "1e-6"), "no max_tokens fits: the longest sample"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_is_measured(in_process, tmp_path, words, message, capsys):
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(ValueError, match=message):
-        main(["calibrate", "--config", DEMO, *ONE_PROCESS, *words])
-    assert "Calibrating" not in capsys.readouterr().err
+    error = refused(capsys, *words)
+    assert re.search(message, error)
+    assert "Calibrating" not in error
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder.yaml"]
+
+
+class HasABug(CausalLM):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("a bug of the module's own")
+
+
+@pytest.mark.parametrize("words", [(), ("--find-max-tokens", "--calibrate.memory_limit_gib", "1")])
+def test_an_error_of_the_module_itself_keeps_its_traceback(in_process, words):
+    with pytest.raises(ValueError, match="a bug of the module's own"):
+        calibrate("HasABug", *words)
 
 
 def test_the_table_is_printed_also_where_the_file_cannot_be_written(in_process, capsys, monkeypatch):
@@ -185,11 +216,6 @@ def test_the_budget_finder_says_where_memory_is_not_the_limit(in_process, capsys
     output = " ".join(capsys.readouterr().out.split())
     assert f"max_tokens that fits: {64 * 32}; memory is not the limit: no optimizer step has more" in output
     assert "largest" not in output
-
-
-def test_the_budget_finder_on_the_cpu_needs_a_limit(in_process):
-    with pytest.raises(ValueError, match="finding max_tokens on 'cpu' needs memory_limit_gib"):
-        main(["calibrate", "--config", DEMO, *ONE_PROCESS, "--find-max-tokens"])
 
 
 def test_help_shows_the_options(capsys):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_balance.calibration.error import CalibrationError
 from lightning_balance.validation import check_positive_int
 
 NUM_LENGTHS = 6
@@ -47,7 +48,7 @@ def choose_grid(
         num_counts: at most so many counts per length.
 
     Raises:
-        ValueError: the cap or the data leave fewer than :data:`MIN_POINTS` points, which no fit can use.
+        CalibrationError: the cap or the data leave fewer than :data:`MIN_POINTS` points, which no fit can use.
 
     >>> choose_grid(np.arange(1, 101), max_tokens=200, num_lengths=2, num_counts=3)
     [GridPoint(num_samples=1, padded_length=1), GridPoint(num_samples=8, padded_length=1),
@@ -63,7 +64,7 @@ def choose_grid(
             largest = min(max_tokens // length, len(padded_lengths))
             points += [GridPoint(count, length) for count in _counts(largest, num_counts)]
     if len(points) < MIN_POINTS:
-        raise ValueError(
+        raise CalibrationError(
             f"a fit needs at least {MIN_POINTS} sizes of micro-batches, but max_tokens={max_tokens} and"
             f" {len(padded_lengths)} samples of up to {int(padded_lengths.max())} padded tokens allow {len(points)}:"
             " raise max_tokens, or calibrate with more data"

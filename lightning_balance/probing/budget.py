@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_balance.agreement import gather_objects, on_every_rank
+from lightning_balance.calibration.error import CalibrationError
 from lightning_balance.calibration.search import BudgetSearch, find_largest
 from lightning_balance.memory import GIB
 from lightning_balance.probing.micro_batches import MicroBatches
@@ -60,14 +61,14 @@ class BudgetFinder:
         A collective call: all ranks try the same budgets, and the rank with the least memory decides.
 
         Raises:
-            ValueError: not even the longest sample alone fits.
+            CalibrationError: not even the longest sample alone fits.
         """
         with self._prober.leaving_no_trace():
             search = find_largest(self._share, smallest=self._longest, largest=self._longest * self._max_samples)
         if search.max_tokens is None:
             share = search.tries[0].share
             needs = "runs out of memory" if share == inf else f"needs {share * self.limit_gib:.3g} GiB"
-            raise ValueError(
+            raise CalibrationError(
                 f"no max_tokens fits: the longest sample alone, {self._longest} padded tokens, {needs}, but a rank"
                 f" may use {self.limit_gib:.3g} GiB: clip samples (max_length), raise the memory fraction or limit,"
                 " checkpoint activations, or shard the model (FSDP)"

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 import lightning_balance
 from lightning_balance._lightning import intercept_train_dataloader
-from lightning_balance.agreement import from_rank_zero, on_every_rank
-from lightning_balance.calibration.file import check_can_write, check_is_cost_path, write_cost_file
+from lightning_balance.agreement import on_every_rank
+from lightning_balance.calibration.error import CalibrationError
+from lightning_balance.calibration.file import check_is_cost_path, write_cost_file
 from lightning_balance.calibration.fit import CostFit, fit_cost
 from lightning_balance.calibration.grid import MIN_POINTS, choose_grid
 from lightning_balance.calibration.search import MEMORY_IS_NOT_THE_LIMIT, BudgetSearch
@@ -86,8 +87,6 @@ class CalibrationCallback(BalanceCallback):
         """Keep the user's loader when it is requested, and the callbacks that the module brings from running."""
         _lightning.keep_callbacks(trainer, lambda other: other is self or isinstance(other, BaseFinetuning))
         on_every_rank(lambda: check_trainer(trainer, pl_module))
-        if not self._find_max_tokens:
-            from_rank_zero(lambda: check_can_write("calibrate.out", self._options.out))
         intercept_train_dataloader(trainer, self._keep)
 
     def _keep(self, loader: Any) -> DataLoader[Any]:
@@ -131,7 +130,7 @@ class CalibrationCallback(BalanceCallback):
             progress=trainer.is_global_zero,
         )
         if len(measured) < MIN_POINTS:
-            raise ValueError(
+            raise CalibrationError(
                 f"a fit needs at least {MIN_POINTS} sizes of micro-batches, but {len(points) - len(measured)} of"
                 f" {len(points)} within {cap} tokens run out of memory: lower the cap (calibrate.max_tokens), clip"
                 " samples (max_length), checkpoint activations, or shard the model (FSDP)"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
+from lightning_balance.calibration.error import CalibrationError
+from lightning_balance.calibration.file import check_can_write
 from lightning_balance.callback import BalanceCallback
 from lightning_balance.datamodule import BalancedDataModuleMixin
 from lightning_balance.lightning_cli import BalanceCLI
@@ -67,7 +69,10 @@ class CalibrateCLI(BalanceCLI):
     """Runs the module and data of a config for `fit`, with the same options, and writes nothing but its own file."""
 
     def __init__(self, args: ArgsType = None) -> None:
-        LightningCLI.__init__(self, trainer_class=CalibratingTrainer, save_config_callback=None, args=args)
+        try:
+            LightningCLI.__init__(self, trainer_class=CalibratingTrainer, save_config_callback=None, args=args)
+        except CalibrationError as error:
+            self._end_with(error)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -86,22 +91,32 @@ class CalibrateCLI(BalanceCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Take out what writes, logs or ends a run."""
-        super().before_instantiate_classes()
-        self.config[str(self.subcommand)].trainer.update(Namespace(NOT_FOR_CALIBRATION))  # type: ignore[no-untyped-call]
+        """Check the options, and take out what writes, logs or ends a run."""
+        config = self.config[str(self.subcommand)]
+        try:
+            super().before_instantiate_classes()
+            self._options = CalibrateOptions(**config.calibrate.as_dict())
+            if _is_rank_zero() and not config.find_max_tokens:
+                check_can_write("calibrate.out", self._options.out)
+        except ValueError as error:
+            self._end_with(error)
+        config.trainer.update(Namespace(NOT_FOR_CALIBRATION))  # type: ignore[no-untyped-call]
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         """The trainer of the config, with the calibration in place of its callbacks."""
         config = self.config_init[str(self.subcommand)]
         given = config.trainer.callbacks or []
         callbacks = given if isinstance(given, list) else [given]
-        options = CalibrateOptions(**config.calibrate.as_dict())
         calibration = CalibrationCallback(
-            _settings_of(callbacks, self.datamodule), options, find_max_tokens=config.find_max_tokens
+            _settings_of(callbacks, self.datamodule), self._options, find_max_tokens=config.find_max_tokens
         )
         calibration.only_for = self.datamodule  # a data module that would bring a BalanceCallback along does not
         kept = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
         return super().instantiate_trainer(**{**arguments, "callbacks": [calibration, *kept], "logger": DummyLogger()})
+
+    def _end_with(self, error: ValueError) -> NoReturn:
+        """End the process with one sentence, said once, as for a mistake in the command line."""
+        self.parser.exit(2, f"lightning-balance calibrate: error: {error}\n" if _is_rank_zero() else None)
 
 
 def _settings_of(callbacks: list[Any], datamodule: Any) -> BalanceSettings:
@@ -110,3 +125,7 @@ def _settings_of(callbacks: list[Any], datamodule: Any) -> BalanceSettings:
         if isinstance(callback, BalanceCallback):
             return callback.settings
     return datamodule.settings if isinstance(datamodule, BalancedDataModuleMixin) else BalanceSettings()
+
+
+def _is_rank_zero() -> bool:
+    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]  # the function has it

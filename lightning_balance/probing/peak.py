@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_balance.calibration.error import CalibrationError
 from lightning_balance.memory import GIB, has_accelerator_peak, read_accelerator_peak, restart_accelerator_peak
 from lightning_balance.probing.live_bytes import LiveBytes
 from lightning_balance.probing.prober import Prober
@@ -28,7 +29,7 @@ class PeakMeter:
         memory_limit_gib: the limit in GiB; on an accelerator the smaller of it and the device's.
 
     Raises:
-        ValueError: the device does not know its memory, and no limit is given.
+        CalibrationError: the device does not know its memory, and no limit is given.
     """
 
     def __init__(self, prober: Prober, *, memory_fraction: float, memory_limit_gib: float | None) -> None:
@@ -40,7 +41,7 @@ class PeakMeter:
             available = self._available()
             limit = available if limit is None else min(limit, available)
         if limit is None:
-            raise ValueError(
+            raise CalibrationError(
                 f"finding max_tokens on {prober.device.type!r} needs memory_limit_gib, the memory that a rank may use"
                 " for tensors, because this device does not tell its own: set it, or give max_tokens a number"
             )
