@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from lightning_balance.evaluation.sampler import EvaluationBatchSampler
+from lightning_balance.lengths.find import count_samples
 from lightning_balance.sampler import BalancedBatchSampler
 
 
@@ -63,7 +64,8 @@ def read_order(loader: DataLoader[Any], kind: str = "training") -> LoaderOrder:
     """Batch size, shuffle and drop_last of a plain loader; ``kind`` says in errors what it is for.
 
     Raises:
-        TypeError: the loader draws its samples by a custom sampler or batch sampler, which balancing would override.
+        TypeError: the loader draws its samples by a custom sampler or batch sampler, which balancing would override, or
+            its dataset has no length.
         ValueError: the loader has no batch size.
 
     Example:
@@ -84,7 +86,7 @@ def read_order(loader: DataLoader[Any], kind: str = "training") -> LoaderOrder:
         )
     return LoaderOrder(
         batch_size=batch_sampler.batch_size,
-        shuffle=_is_shuffled(batch_sampler.sampler, len(loader.dataset), kind),  # type: ignore[arg-type]  # torch declares no length
+        shuffle=_is_shuffled(batch_sampler.sampler, count_samples(loader.dataset), kind),
         drop_last=batch_sampler.drop_last,
     )
 

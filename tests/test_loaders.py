@@ -237,6 +237,16 @@ def test_no_batch_size_is_refused() -> None:
         read_order(DataLoader(LENGTHS, batch_size=None))  # type: ignore[arg-type]
 
 
+class Endless(Dataset[Any]):
+    def __getitem__(self, index: int) -> list[int]:
+        return [index]
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lengths need a dataset with a length, but len\(Endless\) fails: .*map-style"):
+        read_order(DataLoader(Endless()))
+
+
 class Getitems(Dataset[Any]):
     """Reads whole batches at once, as torch asks datasets that can."""
 

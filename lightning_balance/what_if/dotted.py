@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
     """Find the lengths of a dataset, a DataLoader or a LightningDataModule, as ``BalanceCallback`` would.
 
     The path names one of them, its class, or a function that returns it; classes and functions are called without
-    arguments. A data module is prepared and set up for ``fit``, and its training loader is asked for.
+    arguments. A data module is prepared and set up for ``fit``, and its training loader is asked for. A loader that the
+    callback would refuse is refused.
 
     Args:
         text: the dotted path; the current folder is searched too.
@@ -53,17 +54,19 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
     Raises:
         ImportError: there is no such module.
         RuntimeError: the user's code raised something, which is the cause.
-        TypeError: it needs arguments, or is none of these; or no lengths can be found.
-        ValueError: the module has no such name, or lengths that cannot be.
+        TypeError: it needs arguments, or is none of these; its loader cannot be balanced; or no lengths can be found.
+        ValueError: the module has no such name, the loader no batch size, or lengths that cannot be.
     """
     value = import_dotted(text)
     if inspect.isclass(value) or inspect.isroutine(value):
         _check_no_arguments(value, text)
         value = _call(text, value)
     # Not before: it loads torch.
-    from torch.utils.data import DataLoader, SequentialSampler
+    from torch.utils.data import DataLoader
 
     from lightning_balance.lengths import resolve_lengths
+    from lightning_balance.loaders import check_loader, read_order
+    from lightning_balance.sampler import BalancedBatchSampler
 
     datamodule = value if hasattr(value, "train_dataloader") else None
     if datamodule is not None:
@@ -75,22 +78,19 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
                 f"{text}.train_dataloader() must return one torch.utils.data.DataLoader, got a "
                 f"{type(value).__name__}: give a function that returns one of its datasets"
             )
-    loader = value if isinstance(value, DataLoader) else None
+    loader = check_loader(value) if isinstance(value, DataLoader) else None
+    if loader is not None and isinstance(own := loader.batch_sampler, BalancedBatchSampler):
+        return FoundLengths(
+            lengths=own.lengths, batch_size=own.batch_size, shuffle=own.shuffle, drop_last=own.drop_last
+        )
     dataset = value if loader is None else loader.dataset
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise TypeError(
             f"{text} must be a dataset, a DataLoader or a LightningDataModule, or make one, got a "
             f"{type(dataset).__name__}"
         )
-    lengths = resolve_lengths(dataset, column, datamodule=datamodule, progress=progress)
-    if loader is None or loader.batch_size is None:  # a batch sampler of the user's own says nothing about order
-        return FoundLengths(lengths=lengths)
-    return FoundLengths(
-        lengths=lengths,
-        batch_size=loader.batch_size,
-        shuffle=getattr(loader.sampler, "shuffle", not isinstance(loader.sampler, SequentialSampler)),
-        drop_last=loader.drop_last,
-    )
+    order = {} if loader is None else asdict(read_order(loader))
+    return FoundLengths(lengths=resolve_lengths(dataset, column, datamodule=datamodule, progress=progress), **order)
 
 
 def import_dotted(text: str) -> Any:

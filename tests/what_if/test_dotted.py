@@ -12,7 +12,10 @@ from lightning_balance.what_if.inputs import find_lengths
 
 MODULE = """
 import lightning as L
+from torch.utils import data as td
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import lightning_balance as lb
 
 
 class Texts(Dataset):
@@ -89,6 +92,36 @@ def make_loader():
     return DataLoader(Known(), batch_size=7)
 
 
+def make_batch_sampler():
+    return DataLoader(Known(), batch_sampler=td.BatchSampler(td.SequentialSampler(Known()), 3, drop_last=True))
+
+
+def make_balanced():
+    sampler = lb.BalancedBatchSampler([2, 2, 5, 2], batch_size=2, shuffle=False, drop_last=True)
+    return DataLoader(Known(), batch_sampler=sampler)
+
+
+def make_unbatched():
+    return DataLoader(Texts(), batch_size=None)
+
+
+def make_own_sampler():
+    return DataLoader(Texts(), sampler=[3, 0])
+
+
+def make_stream_loader():
+    return DataLoader(Stream())
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return [index]
+
+
+def make_endless_loader():
+    return DataLoader(Endless())
+
+
 def make_needy(folder):
     return Known()
 
@@ -159,6 +192,18 @@ def test_a_data_module_may_know_the_lengths() -> None:
     assert (found.shuffle, found.drop_last) == (False, False)
 
 
+def test_a_batch_sampler_says_what_is_planned_as_it_does_in_training() -> None:
+    found = lengths_of_dotted_path("my_project.data.make_batch_sampler")
+    assert (found.lengths.tolist(), found.batch_size) == ([1, 3, 2, 4], 3)
+    assert (found.shuffle, found.drop_last) == (False, True)
+
+
+def test_a_balanced_sampler_of_the_user_s_own_brings_lengths_and_order() -> None:
+    found = lengths_of_dotted_path("my_project.data.make_balanced")
+    assert (found.lengths.tolist(), found.batch_size) == ([2, 2, 5, 2], 2)
+    assert (found.shuffle, found.drop_last) == (False, True)
+
+
 def test_the_demo_is_found() -> None:
     assert import_dotted("lightning_balance.demo.FunctionsDataModule").__name__ == "FunctionsDataModule"
 
@@ -176,6 +221,10 @@ def test_the_demo_is_found() -> None:
         ("my_project.data.make_number", TypeError, "must be a dataset, a DataLoader or a LightningDataModule"),
         ("my_project.data.TwoLoaders", TypeError, "train_dataloader() must return one torch.utils.data.DataLoader"),
         ("my_project.data.Stream", TypeError, "IterableDataset (Stream)"),
+        ("my_project.data.make_stream_loader", TypeError, "BalanceCallback cannot balance the IterableDataset Stream"),
+        ("my_project.data.make_endless_loader", TypeError, "need a dataset with a length, but len(Endless) fails"),
+        ("my_project.data.make_unbatched", ValueError, "the training DataLoader has batch_size=None"),
+        ("my_project.data.make_own_sampler", TypeError, "the training DataLoader has the sampler list"),
     ],
 )
 def test_a_mistake_is_one_sentence(path, error, sentence) -> None:
