@@ -70,6 +70,7 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
 
     datamodule = value if hasattr(value, "train_dataloader") else None
     if datamodule is not None:
+        _check_data_module(datamodule, text)
         _call(f"{text}.prepare_data", datamodule.prepare_data)
         _call(f"{text}.setup", lambda: datamodule.setup("fit"))
         value = _call(f"{text}.train_dataloader", datamodule.train_dataloader)
@@ -91,6 +92,19 @@ def lengths_of_dotted_path(text: str, column: str | None = None, *, progress: bo
         )
     order = {} if loader is None else asdict(read_order(loader))
     return FoundLengths(lengths=resolve_lengths(dataset, column, datamodule=datamodule, progress=progress), **order)
+
+
+def _check_data_module(datamodule: Any, text: str) -> None:
+    from lightning.pytorch import LightningDataModule
+
+    missing = [name for name in ("prepare_data", "setup") if not hasattr(datamodule, name)]
+    if getattr(datamodule.train_dataloader, "__func__", None) is LightningDataModule.train_dataloader:
+        missing.append("train_dataloader")  # Lightning's own only raises
+    if missing:
+        raise TypeError(
+            f"{text} is a {type(datamodule).__name__} without {', '.join(missing)}, which training calls: define what "
+            "is missing in a LightningDataModule, or name a dataset"
+        )
 
 
 def import_dotted(text: str) -> Any:

@@ -65,6 +65,15 @@ class TwoLoaders(Data):
         return [DataLoader(Known()), DataLoader(Known())]
 
 
+class ForPrediction(Data):
+    train_dataloader = L.LightningDataModule.train_dataloader
+
+
+class LikeData:
+    def train_dataloader(self):
+        return DataLoader(Known())
+
+
 class Broken(Data):
     def setup(self, stage):
         raise KeyError("no such folder")
@@ -120,6 +129,10 @@ class Endless(Dataset):
 
 def make_endless_loader():
     return DataLoader(Endless())
+
+
+def make_from_datasets():
+    return L.LightningDataModule.from_datasets(Known(), batch_size=2)
 
 
 def make_needy(folder):
@@ -204,6 +217,10 @@ def test_a_balanced_sampler_of_the_user_s_own_brings_lengths_and_order() -> None
     assert (found.shuffle, found.drop_last) == (False, True)
 
 
+def test_a_training_loader_may_be_set_on_the_data_module_itself() -> None:
+    assert lengths_of_dotted_path("my_project.data.make_from_datasets").batch_size == 2
+
+
 def test_the_demo_is_found() -> None:
     assert import_dotted("lightning_balance.demo.FunctionsDataModule").__name__ == "FunctionsDataModule"
 
@@ -220,6 +237,8 @@ def test_the_demo_is_found() -> None:
         ("my_project.data.make_needy", TypeError, "called without arguments, but it needs folder"),
         ("my_project.data.make_number", TypeError, "must be a dataset, a DataLoader or a LightningDataModule"),
         ("my_project.data.TwoLoaders", TypeError, "train_dataloader() must return one torch.utils.data.DataLoader"),
+        ("my_project.data.ForPrediction", TypeError, "a ForPrediction without train_dataloader, which training"),
+        ("my_project.data.LikeData", TypeError, "is a LikeData without prepare_data, setup, which training calls"),
         ("my_project.data.Stream", TypeError, "IterableDataset (Stream)"),
         ("my_project.data.make_stream_loader", TypeError, "BalanceCallback cannot balance the IterableDataset Stream"),
         ("my_project.data.make_endless_loader", TypeError, "need a dataset with a length, but len(Endless) fails"),
