@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,6 +13,11 @@ from numpy.typing import NDArray
 # Sums of padded tokens over a whole epoch have to stay exact in int64.
 LONGEST_ALLOWED = 2**40
 LARGEST_INT = 2**63 - 1
+
+_NUMBERS = "iuf"
+"""Kinds of numpy's real numbers; booleans are none."""
+_SHORT = reprlib.Repr()
+_SHORT.maxother = 60  # a date of numpy has 46 characters
 
 
 def check_positive_int(name: str, value: object, largest: int = LARGEST_INT) -> int:
@@ -65,7 +71,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
 def validate_lengths(lengths: Any, num_samples: int | None = None) -> NDArray[np.int64]:
     """Return the lengths of a data set as a 1-D ``int64`` array, or say what is wrong with them.
 
-    Nothing is repaired: whole numbers stored as floats are taken, every other oddity is an error.
+    Nothing is repaired: whole numbers stored as floats or objects are taken, every other oddity is an error.
 
     Args:
         lengths: one length per sample, in tokens, frames or nodes: a sequence, an array or a CPU tensor.
@@ -81,32 +87,60 @@ def validate_lengths(lengths: Any, num_samples: int | None = None) -> NDArray[np
     >>> validate_lengths([3, 1, 2])
     array([3, 1, 2])
     """
-    array = _as_array(lengths)
+    array = as_entries(lengths)
     if array.ndim != 1:
-        raise ValueError(f"lengths must be 1-D, one number per sample, got an array of shape {array.shape}.")
+        got = f"an array of shape {array.shape}" if array.ndim else _SHORT.repr(array.item())
+        raise ValueError(f"lengths must be 1-D, one number per sample, got {got}.")
     if num_samples is not None and len(array) != num_samples:
         raise ValueError(
             f"lengths has {len(array)} entries but the dataset has {num_samples} samples; give one length per sample."
         )
     if len(array) == 0:
         raise ValueError("lengths is empty; give one length per sample, and at least one sample.")
+    if array.dtype.kind not in _NUMBERS:
+        array = _numbers(array)
     if array.dtype.kind == "f":
         array = _whole_numbers(array)
     _check_range(array)
     return np.asarray(array, dtype=np.int64)
 
 
-def _as_array(lengths: Any) -> NDArray[Any]:
+def as_entries(lengths: Any) -> NDArray[Any]:
+    """Return lengths as an array whose entries are still those given: numpy makes texts of numbers beside a text.
+
+    Raises:
+        ValueError: a ragged sequence.
+
+    >>> as_entries([1, "x"]), as_entries([1, 2])
+    (array([1, 'x'], dtype=object), array([1, 2]))
+    """
     try:
         array = np.asarray(lengths)
-    except ValueError as error:  # a ragged list
-        raise ValueError("lengths must be 1-D, one number per sample, got nested sequences.") from error
-    if array.size and array.dtype.kind not in "iuf":
+    except ValueError as error:
+        raise ValueError(
+            f"lengths must be 1-D, one number per sample, but {_first_without_number(lengths)}: got nested sequences."
+        ) from error
+    if array.ndim != 1 or not isinstance(lengths, Sequence):
+        return array
+    has_bools = bool in map(type, lengths)  # beside numbers they become 0 and 1
+    return np.asarray(lengths, dtype=object) if has_bools or array.dtype.kind not in _NUMBERS else array
+
+
+def _numbers(array: NDArray[Any]) -> NDArray[Any]:
+    wrong = _first_without_number(array)
+    if wrong is not None:
         raise TypeError(
-            f"lengths must be numbers, got values of type {array.dtype} such as {array.flat[0]!r}; "
-            "give one whole number of at least 1 per sample."
+            f"lengths must be numbers, but {wrong}; give one whole number from 1 to {LONGEST_ALLOWED} per sample."
         )
-    return array
+    return np.asarray(array.tolist())
+
+
+def _first_without_number(entries: Iterable[Any]) -> str | None:
+    for index, entry in enumerate(entries):
+        is_nested = isinstance(entry, Sequence) or np.ndim(entry) > 0
+        if is_nested or np.asarray(entry).dtype.kind not in _NUMBERS:
+            return f"lengths[{index}] is {_SHORT.repr(entry)} ({type(entry).__name__})"
+    return None
 
 
 def _whole_numbers(array: NDArray[Any]) -> NDArray[Any]:

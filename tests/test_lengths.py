@@ -130,7 +130,8 @@ def test_lengths_are_clipped_to_max_length() -> None:
         ([*LENGTHS[:-1], float("nan")], r"lengths\[99\] is nan"),
         ([*LENGTHS[:-1], 1.5], r"lengths\[99\] is 1.5"),
         ([0] * 100, r"lengths\[0\] is 0.*all lengths are zero"),
-        ([*LENGTHS[:-1], None], r"lengths must be numbers"),
+        ([*LENGTHS[:-1], None], r"lengths must be numbers, but lengths\[99\] is None"),
+        ([*LENGTHS[:-1], "x"], r"lengths must be numbers, but lengths\[99\] is 'x' \(str\)"),
         (["a"] * 100, r"lengths must be numbers"),
         ([True] * 100, r"lengths must be numbers"),
         ([[1], [2, 3]] * 50, r"lengths must be 1-D"),
@@ -332,6 +333,7 @@ def test_a_subset_of_a_subset_needs_no_scan() -> None:
 def test_a_subset_may_leave_out_empty_samples() -> None:
     dataset = Unreadable(4, lengths=[3, 0, 4, 0])
     assert known(Subset(dataset, [0, 2])) == [3, 4]
+    assert known(Subset(Unreadable(3, lengths=[3, None, 4]), [0, 2])) == [3, 4]
     with pytest.raises(ValueError, match=r"lengths\[1\] is 0.*a Subset of Unreadable\.lengths"):
         resolve_lengths(Subset(dataset, [0, 1]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import date
+
 import numpy as np
 import pytest
 
@@ -245,6 +247,8 @@ def test_a_place_that_does_not_exist_is_an_error(rank, slot, name):
         ([3.0, float("inf")], r"lengths\[1\] is inf"),
         ([[1, 2], [3, 4]], r"1-D.*\(2, 2\)"),
         ([[1, 2], [3]], "1-D"),
+        ([1, [2, 3]], r"1-D.*lengths\[1\] is \[2, 3\] \(list\)"),
+        ({"a": 3}, r"1-D.*got {'a': 3}"),
         ([2**50], r"lengths\[0\]"),
     ],
 )
@@ -259,13 +263,42 @@ def test_lengths_that_are_no_numbers_are_refused(lengths):
         validate_lengths(lengths)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "index", "value"),
+    [
+        ([1, None, 3], 1, "None (NoneType)"),
+        ([1, 2, "x"], 2, "'x' (str)"),
+        (("1", 2), 0, "'1' (str)"),
+        ([3, True], 1, "True (bool)"),
+        ([1, 2j], 1, "2j (complex)"),
+        ([1, 10**20], 1, "100000000000000000000 (int)"),
+        ([1, date(2026, 1, 2)], 1, "datetime.date(2026, 1, 2) (date)"),
+        (np.array([3, [4]], dtype=object), 1, "[4] (list)"),
+        (np.array(["2026-01-02"], dtype="datetime64[D]"), 0, "np.datetime64('2026-01-02') (datetime64)"),
+    ],
+    ids=str,
+)
+def test_the_first_length_that_is_no_number_is_named_as_it_was_given(lengths, index, value):
+    with pytest.raises(TypeError) as caught:
+        validate_lengths(lengths)
+    shown = str(caught.value).replace("numpy.datetime64", "np.datetime64")  # before NumPy 2
+    assert f"lengths must be numbers, but lengths[{index}] is {value}; give one whole number from 1 to" in shown
+
+
+def test_a_long_value_is_named_by_its_beginning():
+    with pytest.raises(ValueError, match=r"lengths\[0\] is \[0, 1, 2, .*\.\.\.\] \(list\)") as caught:
+        validate_lengths([list(range(1000)), [3]])
+    assert len(str(caught.value)) < 150
+
+
 def test_a_wrong_number_of_lengths_names_both():
     with pytest.raises(ValueError, match="lengths has 3 entries but the dataset has 4 samples"):
         validate_lengths([1, 2, 3], num_samples=4)
 
 
 def test_whole_numbers_in_any_container_are_taken():
-    for lengths in ([3, 1], (3, 1), np.array([3, 1], dtype=np.uint16), np.array([3.0, 1.0]), range(3, 5)):
+    arrays = [np.array([3, 1], dtype=dtype) for dtype in (np.uint16, np.float64, object)]
+    for lengths in ([3, 1], (3, 1), range(3, 5), *arrays):
         assert validate_lengths(lengths).dtype == np.int64
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_balance.lengths.scan import Measure, Scan
-from lightning_balance.validation import validate_lengths
+from lightning_balance.validation import as_entries, validate_lengths
 
 __all__ = ["ConcatLengths", "KnownLengths", "ScannedLengths", "Source", "SubsetLengths", "as_array"]
 
@@ -45,11 +45,7 @@ class KnownLengths:
 
     def read(self, scan: Scan) -> NDArray[Any]:
         """Return the lengths as an array of the right shape."""
-        values = as_array(self.load())
-        try:
-            array = np.asarray(values)
-        except ValueError:  # ragged
-            return validate_lengths(values)
+        array = as_entries(as_array(self.load()))
         # Values are checked after a subset has made its choice: it may be there to leave out empty samples.
         return array if array.shape == (self.num_samples,) else validate_lengths(array, num_samples=self.num_samples)
 

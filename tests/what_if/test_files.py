@@ -144,6 +144,8 @@ def test_names_of_columns_are_those_that_samples_have() -> None:
         ("a.json", "[1, 2", None, "a.json: Expecting"),
         ("a.json", "[]", None, "a.json: lengths is empty"),
         ("a.json", "[1, [2, 3]]", None, "a.json: lengths must be 1-D"),
+        ("a.json", "[1, null, 3]", None, "a.json: lengths must be numbers, but lengths[1] is None (NoneType)"),
+        ("a.json", '[1, 2, "x"]', None, "a.json: lengths must be numbers, but lengths[2] is 'x' (str)"),
         ("a.json", '["one"]', None, "a.json: lengths must be numbers"),
         ("a.json", "[1, 2]", "length", "a.json: --column length needs a file with named columns"),
         ("a.json", "[1, -2, 3]", None, "a.json: lengths[1] is -2; every length must be at least 1"),
