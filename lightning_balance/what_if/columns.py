@@ -41,11 +41,17 @@ def choose_column(columns: Mapping[str, Any], column: str | None) -> str:
 def lengths_of_column(columns: Mapping[str, Any], name: str) -> Any:
     """Return the numbers of a column, or how many entries its lists have.
 
+    Raises:
+        TypeError: a column that begins with a list holds something else.
+
     Example:
         >>> lengths_of_column({"input_ids": [[5, 6, 7], [8]]}, "input_ids"), lengths_of_column({"a": [3, 1]}, "a")
         ([3, 1], [3, 1])
     """
     values = columns[name]
-    if isinstance(values, list) and values and all(isinstance(value, list) for value in values):
-        return [len(value) for value in values]
-    return values
+    if not isinstance(values, list) or not values or not isinstance(values[0], list):
+        return values
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, list):
+            raise TypeError(f"column {name!r} holds lists, but entry {number} is {value!r} ({type(value).__name__})")
+    return [len(value) for value in values]

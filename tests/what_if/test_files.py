@@ -144,6 +144,7 @@ def test_names_of_columns_are_those_that_samples_have() -> None:
         ("a.json", "[1, 2", None, "a.json: Expecting"),
         ("a.json", "[]", None, "a.json: lengths is empty"),
         ("a.json", "[1, [2, 3]]", None, "a.json: lengths must be 1-D"),
+        ("a.json", '[{"a": [1]}, {"a": null}]', None, "a.json: column 'a' holds lists, but entry 2 is None (NoneType)"),
         ("a.json", "[1, null, 3]", None, "a.json: lengths must be numbers, but lengths[1] is None (NoneType)"),
         ("a.json", '[1, 2, "x"]', None, "a.json: lengths must be numbers, but lengths[2] is 'x' (str)"),
         ("a.json", '["one"]', None, "a.json: lengths must be numbers"),
