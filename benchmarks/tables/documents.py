@@ -27,6 +27,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "scale_epoch": ("scale", planning.scale_epoch),
     "scale_first": ("scale", planning.scale_first),
     "calibration": ("calibration", training.calibration),
+    "headline": ("end_to_end", training.headline),
     "end_to_end_ddp": ("end_to_end", lambda data: training.end_to_end(data, "ddp")),
     "end_to_end_fsdp2": ("end_to_end", lambda data: training.end_to_end(data, "FSDP2")),
     "loss_curves": ("loss_curves", training.loss_curves),

@@ -53,6 +53,23 @@ def end_to_end(data: Json, strategy: str) -> str:
     return markdown([*header, "waited per step", "peak"], rows)
 
 
+def headline(data: Json) -> str:
+    """Return the short table of training end to end: speed under each strategy, padding and memory."""
+    under = [name for name in ("ddp", "FSDP2") if name in data]
+    rows = [
+        [
+            method,
+            *(f"{data[strategy]['methods'][method]['over plain shuffle'][0]:.2f}" for strategy in under),
+            f"{values['pad_efficiency']:.1%}",
+            f"{values['peak_mib']:,.0f} MiB",
+        ]
+        for method, values in data[under[0]]["methods"].items()
+        if "attention mask" not in method and "default cost" not in method
+    ]
+    speeds = [f"tokens/s, x plain shuffle, {strategy.upper()}" for strategy in under]
+    return markdown(["", *speeds, "pad efficiency", "peak memory"], rows)
+
+
 def memory(data: Json) -> str:
     """Return the peak of every method at every per-device batch, in MiB, and that over length grouping's."""
     grouped = data["methods"]["LengthGrouped"]
