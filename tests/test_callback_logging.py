@@ -453,7 +453,10 @@ def test_the_rank_that_waits_for_the_slowest_is_named(
         of_ranks = [row["balance/wait_time_s/rank_0"], row["balance/wait_time_s/rank_1"]]
         assert row["balance/wait_time_max_s"] == pytest.approx(max(of_ranks))
         assert row["balance/wait_time_mean_s"] == pytest.approx(sum(of_ranks) / 2)
-        assert max(of_ranks) <= row["balance/step_time_s"] * 1.01
+    # The step time is rank 0's; where ranks end a single step differs, where they end the run hardly does.
+    for rank in range(2):
+        waited = sum(row[f"balance/wait_time_s/rank_{rank}"] for row in rows)
+        assert waited <= 1.05 * sum(row["balance/step_time_s"] for row in rows)
 
 
 def test_what_is_no_time_of_a_step_is_no_waiting_either(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
