@@ -34,7 +34,8 @@ from lightning_balance.what_if.methods import base_budget
 from lightning_balance.what_if.options import PlanOptions
 
 REBALANCE, BUDGET = "rebalance", "token budget"
-METHODS = (*peers.SAMPLERS, REBALANCE, BUDGET)
+LOOKAHEAD = f"{REBALANCE}, lookahead 8"
+METHODS = (*peers.SAMPLERS, REBALANCE, LOOKAHEAD, BUDGET)
 BATCH_OF_LIMIT = 8
 SEED = 0
 
@@ -46,6 +47,8 @@ def serve(method: str, lengths: NDArray[np.int64], shape: Shape) -> ServedEpoch:
         return peers.serve(served, shape.num_ranks, shape.num_slots)
     budget = {"max_tokens": base_budget(lengths, PlanOptions(batch_size=shape.batch_size))}
     cut: dict[str, Any] = budget if method == BUDGET else {"num_slots": shape.num_slots}
+    if method == LOOKAHEAD:
+        cut["lookahead"] = 8
     plan = plan_epoch(lengths, num_ranks=shape.num_ranks, samples_per_step=shape.samples_per_step, seed=SEED, **cut)
     return ServedEpoch.of_plan(plan)
 
@@ -132,7 +135,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for method, marker in zip(METHODS, "osv^D", strict=True):
+    for method, marker in zip(METHODS, "osv^PD", strict=True):
         of_sizes = figures["methods"][method]
         sizes = [int(size) for size in of_sizes]
         axes.plot(sizes, [row["peak_bytes"] / 2**20 for row in of_sizes.values()], marker=marker, label=method)

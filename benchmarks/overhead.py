@@ -9,7 +9,8 @@ weighting and the clock are in them. A median leaves out the one step of 50 that
 Beside it the time inside the callback's own hooks, as a share of its steps: all of it, that of logged steps too, but
 without what it does elsewhere (planning, the weight in backward, the loggers).
 
-    OMP_NUM_THREADS=1 python -m benchmarks.overhead        # about 12 minutes; writes results/overhead.json
+    OMP_NUM_THREADS=1 python -m benchmarks.overhead        # about 20 minutes; writes results/overhead.json
+    OMP_NUM_THREADS=1 python -m benchmarks.overhead --length 512 --name overhead_long
 """
 
 from __future__ import annotations
@@ -142,13 +143,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive_int, default=40)
     parser.add_argument("--steps", type=partial(at_least, WARM_UP_STEPS + 2), default=100)
     parser.add_argument("--length", type=positive_int, default=256)
+    parser.add_argument("--name", default="overhead", help="of the JSON file, without its ending")
     parser.add_argument("--out", type=Path, default=environment.RESULTS, help="folder of the JSON file")
     Job.add_options(parser, num_ranks=1)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     command = environment.command_line("overhead", out="DIR")
     for figures in measure(Job.of(options), num_rounds=options.rounds, num_steps=options.steps, length=options.length):
-        print(environment.save("overhead", figures, command=command, folder=options.out), flush=True)
+        print(environment.save(options.name, figures, command=command, folder=options.out), flush=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ TABLES: dict[str, tuple[str, Callable[[Json], str]]] = {
     "budget_sweep_fsdp2": ("budget_sweep", lambda data: training.budget_sweep(data, "FSDP2")),
     "evaluation": ("evaluation", training.evaluation),
     "overhead": ("overhead", training.overhead),
+    "overhead_long": ("overhead_long", training.overhead),
     "simulation_micro_batch": ("simulation", lambda data: simulation.simulation(data, "micro_batch")),
     "simulation_step": ("simulation", lambda data: simulation.simulation(data, "step")),
     "simulation_ranks": ("simulation", simulation.simulation_ranks),

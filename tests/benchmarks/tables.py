@@ -2,7 +2,16 @@
 
 from benchmarks.tables import documents
 
-SCRIPTS_WITH_TESTS = {"budget_sweep", "calibration", "end_to_end", "loss_curves", "memory", "overhead", "simulation"}
+SCRIPTS_WITH_TESTS = {
+    "budget_sweep",
+    "calibration",
+    "end_to_end",
+    "loss_curves",
+    "memory",
+    "overhead",
+    "overhead_long",
+    "simulation",
+}
 """Scripts whose figures take training or long, and that have tests of their own."""
 
 

@@ -114,7 +114,8 @@ def test_a_peak_holds_weights_gradients_and_the_optimizer_s_state():
 def test_overhead_and_calibration_have_tables(tmp_path):
     *_, figures = overhead.measure(ALONE, num_rounds=1, num_steps=overhead.WARM_UP_STEPS + 2, length=16)
     assert all(0 < found["share_of_hooks"] < 1 for found in figures["modes"].values())
-    check_tables("overhead", figures, tmp_path)
+    for name in ("overhead", "overhead_long"):
+        check_tables(name, figures, tmp_path)
     words = ["--data.num_functions", "40", "--calibrate.num_repeats", "1", "--calibrate.max_tokens", "512"]
     check_tables("calibration", {"runs": [calibration.calibrate(words)]}, tmp_path)
 
