@@ -90,15 +90,15 @@ def train(
     if method == CEILING:
         lengths = without_padding(lengths, shape)
         data = random_samples(lengths)
-    watch = Watch(job)
-    callbacks: list[Callback] = [watch]
+    balance = None
     if options is not None:
         balance = BalanceCallback(loss_reduction="causal_token_mean", seed=seed, print_summary=False, **options)
-        callbacks.insert(0, balance)
         loader = DataLoader(data, batch_size=BATCH_SIZE, shuffle=True, collate_fn=job.collator)
     else:
         served = served_by_others(method, lengths, shape, seed)[dist.get_rank() :: job.num_ranks]
         loader = DataLoader(data, batch_sampler=[np.asarray(s).tolist() for s in served], collate_fn=job.collator)
+    watch = Watch(job, balance)
+    callbacks: list[Callback] = [watch] if balance is None else [balance, watch]
     trainer = job.trainer(
         strategy, callbacks, accumulate_grad_batches=NUM_SLOTS, use_distributed_sampler=False, max_epochs=1
     )
@@ -139,9 +139,10 @@ def median_wait(runs: list[dict[str, Any]]) -> float:
     )
 
 
-def figures_of(measured: dict[str, Any], peaks: Peaks, job: Job) -> dict[str, Any]:
+def figures_of(measured: dict[str, Any], job: Job) -> dict[str, Any]:
     """Return medians over rounds of what each batching did, and its ratios to others in the same round."""
     methods, runs = measured["methods"], measured["runs"]
+    of_masked, of_others = Peaks(replace(job, attention_mask=True)), Peaks(job)
     speeds: dict[str, dict[int, float]] = {method: {} for method in methods}
     for run in runs:
         seconds = max(sum(rank["steps"]) for rank in run["ranks"])
@@ -159,7 +160,8 @@ def figures_of(measured: dict[str, Any], peaks: Peaks, job: Job) -> dict[str, An
             "step_p90_s": float(np.quantile(steps, 0.9)),
             "waited_per_step_s": None if job.accelerator == "gpu" else median_wait(own),
             "pad_efficiency": own[0]["ranks"][0]["real_tokens"] / padded,
-            "peak_mib": peaks.of(shapes) / 2**20,
+            "peak_mib": (of_masked if method.endswith(MASKED) else of_others).of(shapes) / 2**20,
+            "tokens_per_second_of_rounds": list(speeds[method].values()),
             **{
                 f"over {other}": median_and_range([own / speeds[other][at] for at, own in speeds[method].items()])
                 for other in REFERENCES
@@ -179,7 +181,7 @@ def measure(
     sizes = {"num_steps": num_steps, "num_rounds": num_rounds, "max_length": max_length}
     for strategy in strategies:
         measured = on_ranks(rounds_on_this_rank, job.num_ranks, strategy=strategy, job=asdict(job), **sizes)
-        figures[strategy] = figures_of(measured, Peaks(job), job)
+        figures[strategy] = figures_of(measured, job)
         yield figures
 
 

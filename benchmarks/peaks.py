@@ -62,6 +62,9 @@ class Peaks:
     def _run(self, shape: tuple[int, int]) -> None:
         tokens = torch.ones(shape, dtype=torch.long, device=self._job.device)
         batch = {"input_ids": tokens, "labels": tokens}
+        if self._job.attention_mask:
+            batch["attention_mask"] = tokens.clone()
+            batch["attention_mask"][-1, -1] = 0  # a mask of ones is taken for none
         is_half = self._job.precision.startswith("bf16")
         with (
             torch.autocast(self._job.device.type, torch.bfloat16, enabled=is_half),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from benchmarks.options import positive_int
-from lightning_balance import CostModel
+from lightning_balance import BalanceCallback, CostModel
 from lightning_balance.calibration.file import read_cost_file
 from lightning_balance.demo import CausalLM, FunctionsDataModule, PadCollator, TokenDataset
 from lightning_balance.probing.calibration_callback import CalibrateOptions, CalibrationCallback
@@ -152,6 +152,10 @@ def random_samples(lengths: NDArray[np.int64]) -> TokenDataset:
 class Watch(Callback):
     """Times the steps of a run, what it waits and how busy it is, and keeps the shapes of its micro-batches.
 
+    Args:
+        job: what is trained.
+        balance: the run's, whose planning before the first step counts as part of that step.
+
     Attributes:
         steps: seconds of each optimizer step; of the whole stage for evaluation.
         waited_s: seconds in which the rank's thread did not run inside its micro-batches; None where that cannot be
@@ -160,7 +164,8 @@ class Watch(Callback):
         shapes: count and padded length of each micro-batch.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, balance: BalanceCallback | None = None) -> None:
+        self._balance = balance
         self.steps: list[float] = []
         self.waited_s: float | None = 0.0 if can_measure_waiting(job.device) else None
         self.busy_s = 0.0
@@ -175,6 +180,9 @@ class Watch(Callback):
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin together."""
         self._begin(trainer)
+        if self._balance is not None:
+            assert self._balance._fit is not None
+            self._begun -= self._balance._fit.sampler.planning_seconds
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:

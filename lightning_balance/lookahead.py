@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,10 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WindowPlanner:
-    """Plans windows ``[start, end)`` of an epoch's order, each of some number of steps."""
+    """Plans windows ``[start, end)`` of an epoch's order, each of some number of steps.
+
+    To know how many slots a window has under a budget it may have to be cut; that cut is kept until it is planned.
+    """
 
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
@@ -40,6 +43,7 @@ class WindowPlanner:
     order: RemainingOrder
     seed: int
     epoch: int
+    _known_cuts: dict[int, Cut] = field(default_factory=dict)
 
     @property
     def groups_per_step(self) -> int:
@@ -55,25 +59,35 @@ class WindowPlanner:
         assert self.rules.max_tokens is not None
         if self.cost.price_per_micro_batch(int(padded[-1])) == 0:
             return max(-(-fewest_groups(padded, self.rules.max_tokens) // self.rules.num_ranks), num_steps)
-        return len(cut_within_budget(padded, self.cost, self._window_rules(num_steps), num_steps).deal)
+        self._known_cuts[start] = cut = self._cut_within_budget(start, padded, num_steps)
+        return len(cut.deal)
 
     def plan(self, window: int, start: int, end: int, num_steps: int) -> list[StepPlan]:
         """Return the plan of each step of a window, over dataset indices."""
         positions = self.order.slice(start, end)
-        if num_steps == 1:
-            return [plan_positions(positions, self.lengths, self.padded, self.cost, self.rules, skipped=_NOTHING)]
         order = sort_positions(positions, self.lengths)
-        if self.rules.num_slots is not None:
-            rules = replace(self._window_rules(num_steps), num_slots=self.rules.num_slots * num_steps)
-            cut = cut_with_low_peak(self.padded[order], self.cost, rules)
+        padded = self.padded[order]
+        if self.rules.num_slots is None:
+            cut = self._cut_within_budget(start, padded, num_steps)
+        elif num_steps == 1:
+            cut = cut_sorted(padded, self.cost, self.rules)
         else:
-            cut = cut_within_budget(self.padded[order], self.cost, self._window_rules(num_steps), num_steps)
+            rules = replace(self._window_rules(num_steps), num_slots=self.rules.num_slots * num_steps)
+            cut = cut_with_low_peak(padded, self.cost, rules)
+        if num_steps == 1:
+            sync = self.rules.sync
+            return [build_plan(order, self.lengths[order], padded, self.cost, cut, sync=sync, skipped=_NOTHING)]
         num_slots = len(cut.deal)
         if len(positions) < num_slots * self.rules.num_ranks:
             return self._plan_singles(positions, slots_of_steps(num_slots, num_steps))
         rng = np.random.default_rng([self.seed, self.epoch, window])
         dealt = deal_slots(np.diff(cut.starts)[cut.deal].sum(axis=1), num_steps, rng)
         return [self._step_of_window(order, cut, slots) for slots in dealt]
+
+    def _cut_within_budget(self, start: int, padded: NDArray[np.int64], num_steps: int) -> Cut:
+        """Cut the window that begins at ``start``, or return its cut if that is known."""
+        known = self._known_cuts.pop(start, None)
+        return known or cut_within_budget(padded, self.cost, self._window_rules(num_steps), num_steps)
 
     def _window_rules(self, num_steps: int) -> StepRules:
         """Return the rules for a window: slots that are shared out to several steps have to stay together."""

@@ -132,10 +132,11 @@ class SamplerFactory:
         return self.settings.samples_per_step or batch_size * self.accumulation * self.num_ranks
 
     def _most_samples(self, loader: DataLoader[Any]) -> int:
-        """Samples that no optimizer step has more of, over all ranks."""
+        """Samples that no optimizer step has more of, over all ranks; in a window of lookahead one may have most."""
+        num_samples = len(loader.dataset)  # type: ignore[arg-type]  # torch declares no length
         if self.settings.step_unit == "tokens":
-            return len(loader.dataset)  # type: ignore[arg-type]  # torch declares no length
-        return self._samples_per_step(self.batch_size(loader))
+            return num_samples
+        return min(self._samples_per_step(self.batch_size(loader)) * self.settings.lookahead, num_samples)
 
     def batch_size(self, loader: DataLoader[Any]) -> int:
         """Samples per micro-batch of the plain run; 1 where a balanced sampler has none of its own."""
@@ -176,11 +177,13 @@ class SamplerFactory:
     def _saved_budget(self, loader: DataLoader[Any]) -> int | None:
         state = self._saved
         is_alike = (state.get("num_replicas"), state.get("memory_bounds")) == (self.num_ranks, self.memory_bounds)
-        most_samples = state.get("samples_per_step") or state.get("num_samples", 0)  # none: steps of tokens
+        num_samples = state.get("num_samples", 0)
+        per_window = (state.get("samples_per_step") or num_samples) * state.get("lookahead", 1)  # none: steps of tokens
+        most_samples = min(per_window, num_samples)
         return state.get("max_tokens") if is_alike and self._most_samples(loader) <= most_samples else None
 
     def _settle_budget(self, loader: DataLoader[Any]) -> None:
-        saved = on_every_rank(lambda: self._saved_budget(loader))
+        saved = from_rank_zero(lambda: self._saved_budget(loader))
         max_tokens = self._find_budget(loader) if saved is None else saved
         self.settings = replace(self.settings, max_tokens=max_tokens, **WITHOUT_SEARCH)
 

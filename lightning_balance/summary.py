@@ -79,6 +79,8 @@ def print_summary(fit: BalancedFit, totals: Totals, of_ranks: RankFigures) -> No
 
 def _modelled_slowdown(totals: Totals, plain: PlanSummary) -> float:
     """Modelled time of plain batches over that of the run, for the same number of samples."""
+    if not totals.modelled_samples:  # the cost became another one, and no step came after
+        return float("nan")
     balanced_time = totals.modelled_time / totals.modelled_samples
     return plain.modelled_time / plain.num_samples / balanced_time
 

@@ -122,7 +122,7 @@ def as_entries(lengths: Any) -> NDArray[Any]:
         ) from error
     if array.ndim != 1 or not isinstance(lengths, Sequence):
         return array
-    has_bools = bool in map(type, lengths)  # beside numbers they become 0 and 1
+    has_bools = not {bool, np.bool_}.isdisjoint(map(type, lengths))  # beside numbers they become 0 and 1
     return np.asarray(lengths, dtype=object) if has_bools or array.dtype.kind not in _NUMBERS else array
 
 

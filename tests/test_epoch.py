@@ -368,3 +368,22 @@ def test_any_few_steps_spread_the_heaviest_place_over_the_ranks(num_ranks):
     heavy = np.sort([turn * step % num_ranks for step in range(num_steps)])
     gaps = np.diff(np.append(heavy, heavy[0] + num_ranks))
     assert gaps.max() <= max(3 * num_ranks / num_steps, 1)
+
+
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_counting_the_micro_batches_of_a_priced_budget_plans_nothing_twice(lookahead, monkeypatch):
+    arguments = {"samples_per_step": 32, "max_tokens": 700, "lookahead": lookahead, "num_ranks": 2}
+    priced = CostModel(intercept=300.0)
+    fresh = plan_epoch(LENGTHS, cost=priced, **arguments)
+    expected = [micro_batches(fresh.step(index)) for index in range(fresh.num_steps)]
+    counted = plan_epoch(LENGTHS, cost=priced, **arguments)
+    num_slots = counted.num_slots_per_step
+    monkeypatch.setattr("lightning_balance.lookahead.cut_within_budget", None)  # all cuts are known by now
+    steps = [counted.step(index) for index in range(counted.num_steps)]
+    assert [step.num_slots for step in steps] == num_slots.tolist()
+    assert [micro_batches(step) for step in steps] == expected
+
+
+def micro_batches(step):
+    """Every micro-batch of a step, slot by slot."""
+    return [step.micro_batch(rank, slot).tolist() for slot in range(step.num_slots) for rank in range(step.num_ranks)]

@@ -293,3 +293,18 @@ def test_gradients_in_double_precision_are_exact_to_it(options: dict[str, Any]) 
     data = TokenDataset([[1.0] * length for length in (1, 2, 3, 3, 5, 6)])
     model = fit(data, "single", 1, model=DoubleModel(), batch_size=3, accumulate=2, **options)
     assert model.gradients == pytest.approx([1.0] * len(model.gradients), rel=1e-14)
+
+
+class NamesItTwice(ScalarModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.layer.parameters(), *self.layer.parameters()], lr=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_the_optimizer_names_twice_is_corrected_once() -> None:
+    data = random_dataset(0, 17)
+    once, twice = (
+        fit(data, "auto", 1, samples_per_step=8, max_tokens=30, model=model).gradients
+        for model in (ScalarModel(), NamesItTwice())
+    )
+    assert twice == pytest.approx(once, rel=1e-6)

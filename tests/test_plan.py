@@ -270,6 +270,7 @@ def test_lengths_that_are_no_numbers_are_refused(lengths):
         ([1, 2, "x"], 2, "'x' (str)"),
         (("1", 2), 0, "'1' (str)"),
         ([3, True], 1, "True (bool)"),
+        ([1, 2, np.True_], 2, f"{np.True_!r} ({type(np.True_).__name__})"),
         ([1, 2j], 1, "2j (complex)"),
         ([1, 10**20], 1, "100000000000000000000 (int)"),
         ([1, date(2026, 1, 2)], 1, "datetime.date(2026, 1, 2) (date)"),

@@ -325,6 +325,12 @@ def test_a_run_that_resumes_with_more_samples_in_a_step_looks_again(now, factor,
     assert resumed.max_tokens == factor * before.max_tokens
 
 
+def test_a_step_of_a_window_may_have_most_of_its_samples():
+    _, alone = train("auto", options={"memory_limit_gib": 8})
+    _, in_window = train("auto", options={"memory_limit_gib": 8, "lookahead": 2})
+    assert in_window.max_tokens == 2 * alone.max_tokens
+
+
 @pytest.mark.slow
 def test_a_run_that_resumes_with_less_memory_looks_again(tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")

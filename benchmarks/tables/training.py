@@ -67,7 +67,7 @@ def headline(data: Json) -> str:
         if "attention mask" not in method and "default cost" not in method
     ]
     speeds = [f"tokens/s, x plain shuffle, {strategy.upper()}" for strategy in under]
-    return markdown(["", *speeds, "pad efficiency", "peak memory"], rows)
+    return markdown(["", *speeds, "pad efficiency, DDP", "peak memory"], rows)
 
 
 def memory(data: Json) -> str:
