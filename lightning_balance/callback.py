@@ -221,8 +221,7 @@ class BalanceCallback(HasBalanceSettings, EvaluationHooks):
         """Correct the gradients by the units that were counted, before they are clipped."""
         if self._weights is not None and self._place is not None and self._weights.needs_correction:
             factor = self._weights.correction(pl_module.device, _lightning.data_parallel_group(trainer))
-            # What will be clipped and used, once each: torch lets a group name a parameter twice.
-            scale_gradients(dict.fromkeys(trainer.precision_plugin.main_params(optimizer)), factor)
+            scale_gradients(trainer.precision_plugin.main_params(optimizer), factor)  # what will be clipped and used
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -63,6 +63,7 @@ class EpochPlan:
         self._fingerprint = fingerprint
         self._windows: OrderedDict[int, list[StepPlan]] = OrderedDict()
         self.num_ranks = planner.rules.num_ranks
+        self._turn = turn_of(self.num_ranks)
         self.seed = seed
         self.epoch = epoch
         self.order = planner.order
@@ -128,7 +129,7 @@ class EpochPlan:
             if len(self._windows) > max(_CACHED_STEPS // self._lookahead, _FEWEST_CACHED_WINDOWS):
                 self._windows.popitem(last=False)
         self._windows.move_to_end(window)
-        return self._windows[window][place].rotated((self.epoch + index) * turn_of(self.num_ranks))
+        return self._windows[window][place].rotated((self.epoch + index) * self._turn)
 
     def locate(self, micro_batch_index: int) -> tuple[int, int]:
         """Return step and slot of a rank's micro-batch, counted from the start of the epoch.

@@ -75,8 +75,7 @@ class WindowPlanner:
             rules = replace(self._window_rules(num_steps), num_slots=self.rules.num_slots * num_steps)
             cut = cut_with_low_peak(padded, self.cost, rules)
         if num_steps == 1:
-            sync = self.rules.sync
-            return [build_plan(order, self.lengths[order], padded, self.cost, cut, sync=sync, skipped=_NOTHING)]
+            return [self._build_plan(order, padded, cut)]
         num_slots = len(cut.deal)
         if len(positions) < num_slots * self.rules.num_ranks:
             return self._plan_singles(positions, slots_of_steps(num_slots, num_steps))
@@ -139,6 +138,9 @@ class WindowPlanner:
             problem = make_problem(padded, self.cost, self.rules.cap, self.rules.num_ranks)
             starts, deal = balance_ranks(problem, cut.starts)
             cut = Cut(starts=starts, deal=deal)
+        return self._build_plan(order, padded, cut)
+
+    def _build_plan(self, order: NDArray[np.int64], padded: NDArray[np.int64], cut: Cut) -> StepPlan:
         return build_plan(order, self.lengths[order], padded, self.cost, cut, sync=self.rules.sync, skipped=_NOTHING)
 
 

@@ -140,9 +140,8 @@ class RunMonitor:
         now = self._clock()
         assert self._window_started is not None, "a step ends without having begun"
         seconds, self._window_started = now - self._window_started, now
-        self._pending.append(
-            DoneStep(place=place, seconds=seconds, waited_seconds=waited, planning_seconds=planned)
-        )  # fmt: skip
+        step = DoneStep(place=place, seconds=seconds, waited_seconds=waited, planning_seconds=planned)
+        self._pending.append(step)
         if len(self._pending) * place.plan.costs.size >= MAX_PENDING_MICRO_BATCHES:
             self._sum_up()
 

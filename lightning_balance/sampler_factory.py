@@ -18,6 +18,7 @@ from lightning_balance.agreement import check_equal_on_ranks, from_rank_zero, ga
 from lightning_balance.calibration.online import OnlineCost, slowest_per_slot
 from lightning_balance.calibration.search import MEMORY_IS_NOT_THE_LIMIT, BudgetSearch
 from lightning_balance.cost import CostFunction, CostModel
+from lightning_balance.lengths.find import count_samples
 from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
 from lightning_balance.loaders import LoaderOrder, check_loader, read_order
 from lightning_balance.partition.shapes import round_up_to_multiple
@@ -132,11 +133,9 @@ class SamplerFactory:
         return self.settings.samples_per_step or batch_size * self.accumulation * self.num_ranks
 
     def _most_samples(self, loader: DataLoader[Any]) -> int:
-        """Samples that no optimizer step has more of, over all ranks; in a window of lookahead one may have most."""
-        num_samples = len(loader.dataset)  # type: ignore[arg-type]  # torch declares no length
-        if self.settings.step_unit == "tokens":
-            return num_samples
-        return min(self._samples_per_step(self.batch_size(loader)) * self.settings.lookahead, num_samples)
+        in_tokens = self.settings.step_unit == "tokens"
+        samples_per_step = None if in_tokens else self._samples_per_step(self.batch_size(loader))
+        return most_samples(samples_per_step, self.settings.lookahead, count_samples(loader.dataset))
 
     def batch_size(self, loader: DataLoader[Any]) -> int:
         """Samples per micro-batch of the plain run; 1 where a balanced sampler has none of its own."""
@@ -177,10 +176,10 @@ class SamplerFactory:
     def _saved_budget(self, loader: DataLoader[Any]) -> int | None:
         state = self._saved
         is_alike = (state.get("num_replicas"), state.get("memory_bounds")) == (self.num_ranks, self.memory_bounds)
-        num_samples = state.get("num_samples", 0)
-        per_window = (state.get("samples_per_step") or num_samples) * state.get("lookahead", 1)  # none: steps of tokens
-        most_samples = min(per_window, num_samples)
-        return state.get("max_tokens") if is_alike and self._most_samples(loader) <= most_samples else None
+        if not is_alike:
+            return None
+        most = most_samples(state.get("samples_per_step"), state.get("lookahead", 1), state["num_samples"])
+        return state.get("max_tokens") if self._most_samples(loader) <= most else None
 
     def _settle_budget(self, loader: DataLoader[Any]) -> None:
         saved = from_rank_zero(lambda: self._saved_budget(loader))
@@ -214,11 +213,11 @@ class SamplerFactory:
         Raises:
             ValueError: no budget fits, or the device needs ``memory_limit_gib``.
         """
-        most_samples = on_every_rank(lambda: self._most_samples(loader))
+        max_samples = on_every_rank(lambda: self._most_samples(loader))
         finder = BudgetFinder(
             self._trainer,
             self.micro_batches(loader),
-            max_samples=most_samples,
+            max_samples=max_samples,
             memory_fraction=memory_fraction,
             memory_limit_gib=memory_limit_gib,
         )
@@ -286,6 +285,20 @@ class SamplerFactory:
             },
             "every rank needs the same checkpoint",
         )
+
+
+def most_samples(samples_per_step: int | None, lookahead: int, num_samples: int) -> int:
+    """Samples over all ranks that no optimizer step has more of: one step of a window may have nearly all of them.
+
+    Args:
+        samples_per_step: None for steps of tokens, which may have any number.
+        lookahead: steps of a window.
+        num_samples: of the data set.
+
+    >>> most_samples(8, 2, 100), most_samples(8, 2, 10), most_samples(None, 1, 100)
+    (16, 10, 100)
+    """
+    return num_samples if samples_per_step is None else min(samples_per_step * lookahead, num_samples)
 
 
 def _seed(settings: BalanceSettings) -> int:

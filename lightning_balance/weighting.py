@@ -62,8 +62,11 @@ def scale_backward(loss: Tensor, scale: float | Tensor) -> None:
 
 
 def scale_gradients(parameters: Iterable[_HasGradient], factor: float) -> None:
-    """Multiply every gradient by ``factor`` in place; sharded gradients (DTensor) keep their layout."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    """Multiply every gradient by ``factor`` in place, once each; sharded gradients (DTensor) keep their layout.
+
+    A parameter may be given twice: torch lets the groups of an optimizer name one twice.
+    """
+    gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
     with torch.no_grad():
         for gradient in gradients:
             gradient.mul_(factor)
