@@ -148,6 +148,19 @@ def test_a_rank_that_fails_ends_all_of_them():
         ranks.on_ranks(fails_on_rank_one, 2)
 
 
+def leaves_an_interpreter_that_aborts():
+    """As threads of gloo do, if they still run when the interpreter ends."""
+    import atexit
+    import os
+
+    atexit.register(os.abort)
+    return "done"
+
+
+def test_what_happens_after_the_answer_is_no_failure_of_a_rank():
+    assert ranks.on_ranks(leaves_an_interpreter_that_aborts, 2) == "done"
+
+
 def is_alive(mark):
     """Whether a process has the mark in its environment."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
