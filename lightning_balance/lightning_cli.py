@@ -1,9 +1,12 @@
 """LightningCLI with one addition: a number of processes for machines without an accelerator."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NoReturn
 
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that YAML and the command line may say `BalanceCallback` without the package's name.
 from lightning_balance.callback import BalanceCallback as BalanceCallback
@@ -13,7 +16,8 @@ class BalanceCLI(LightningCLI):
     """LightningCLI for any model and datamodule given by `class_path`.
 
     `--num_cpu_processes N` applies where the trainer would run on the CPU and leaves `devices` to Lightning, whose
-    `auto` is a single process there; one config then serves a laptop and a machine with GPUs.
+    `auto` is a single process there; one config then serves a laptop and a machine with GPUs. A mistake in the options
+    of a BalanceCallback ends the command with one sentence and the exit status 2.
     """
 
     def __init__(self, args: ArgsType = None) -> None:
@@ -30,14 +34,31 @@ class BalanceCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Turn `devices: auto` into the number of CPU processes where that applies."""
+        self.parser.add_instantiator(self._make_callback, BalanceCallback, subclasses=False)
         config = self.config[str(self.subcommand)]
         num_processes = config.num_cpu_processes
         if num_processes is None:
             return
         if num_processes < 1:
-            raise ValueError(f"num_cpu_processes must be at least 1, or null for one process, got {num_processes}")
+            self.end_with(f"num_cpu_processes must be at least 1, or null for one process, got {num_processes}")
         if config.trainer.devices == "auto" and runs_on_cpu(config.trainer.accelerator):
             config.trainer.devices = num_processes
+
+    def _make_callback(self, callback_class: type[BalanceCallback], **options: Any) -> BalanceCallback:
+        """Build the callback; jsonargparse would hide its sentence among every other type that the value has not."""
+        try:
+            return callback_class(**options)
+        except (TypeError, ValueError) as error:
+            self.end_with(str(error))
+
+    def end_with(self, sentence: str) -> NoReturn:
+        """End the process with one sentence, said once, as for a mistake in the command line."""
+        self.parser.exit(2, f"lightning-balance {self.subcommand}: error: {sentence}\n" if is_rank_zero() else None)
+
+
+def is_rank_zero() -> bool:
+    """Whether this process says what all ranks have to say."""
+    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]  # the function has it
 
 
 def runs_on_cpu(accelerator: Any) -> bool:

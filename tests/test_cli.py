@@ -101,9 +101,20 @@ def test_a_dotted_path_in_yaml_becomes_the_callable(tmp_path, capsys):
     assert "lightning_balance.efficiency.pad_efficiency" in output
 
 
-def test_fewer_than_one_process_is_an_error():
-    with pytest.raises(ValueError, match="num_cpu_processes must be at least 1, or null for one process, got 0"):
-        main(["fit", "--config", DEMO, "--num_cpu_processes", "0"])
+CALLBACK = ("--trainer.callbacks+=BalanceCallback", "--trainer.callbacks")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--num_cpu_processes", "0"], "num_cpu_processes must be at least 1, or null for one process, got 0"),
+        ([CALLBACK[0], f"{CALLBACK[1]}.max_tokens=-1"], "max_tokens must be an integer >= 1, got -1"),
+        ([CALLBACK[0], f"{CALLBACK[1]}.cost=nofile.yaml"], "cost='nofile.yaml' is no file"),
+    ],
+)
+def test_a_mistake_in_our_options_is_one_sentence(words, sentence, capfd):
+    last = error_of(capfd, "fit", "--config", DEMO, *words).splitlines()[-1]
+    assert last.startswith(f"lightning-balance fit: error: {sentence}")
 
 
 def test_processes_of_the_cpu_are_not_for_machines_with_an_accelerator(monkeypatch):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_balance.calibration.error import CalibrationError
 from lightning_balance.calibration.file import check_can_write
 from lightning_balance.callback import BalanceCallback
 from lightning_balance.datamodule import BalancedDataModuleMixin
-from lightning_balance.lightning_cli import BalanceCLI
+from lightning_balance.lightning_cli import BalanceCLI, is_rank_zero
 from lightning_balance.probing.calibration_callback import CalibrateOptions, CalibrationCallback
 from lightning_balance.settings import BalanceSettings
 
@@ -72,7 +72,7 @@ class CalibrateCLI(BalanceCLI):
         try:
             LightningCLI.__init__(self, trainer_class=CalibratingTrainer, save_config_callback=None, args=args)
         except CalibrationError as error:
-            self._end_with(error)
+            self.end_with(str(error))
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -93,13 +93,13 @@ class CalibrateCLI(BalanceCLI):
     def before_instantiate_classes(self) -> None:
         """Check the options, and take out what writes, logs or ends a run."""
         config = self.config[str(self.subcommand)]
+        super().before_instantiate_classes()
         try:
-            super().before_instantiate_classes()
             self._options = CalibrateOptions(**config.calibrate.as_dict())
-            if _is_rank_zero() and not config.find_max_tokens:
+            if is_rank_zero() and not config.find_max_tokens:
                 check_can_write("calibrate.out", self._options.out)
         except ValueError as error:
-            self._end_with(error)
+            self.end_with(str(error))
         config.trainer.update(Namespace(NOT_FOR_CALIBRATION))  # type: ignore[no-untyped-call]
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
@@ -114,10 +114,6 @@ class CalibrateCLI(BalanceCLI):
         kept = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
         return super().instantiate_trainer(**{**arguments, "callbacks": [calibration, *kept], "logger": DummyLogger()})
 
-    def _end_with(self, error: ValueError) -> NoReturn:
-        """End the process with one sentence, said once, as for a mistake in the command line."""
-        self.parser.exit(2, f"lightning-balance calibrate: error: {error}\n" if _is_rank_zero() else None)
-
 
 def _settings_of(callbacks: list[Any], datamodule: Any) -> BalanceSettings:
     """The options of balancing that `fit` would use."""
@@ -125,7 +121,3 @@ def _settings_of(callbacks: list[Any], datamodule: Any) -> BalanceSettings:
         if isinstance(callback, BalanceCallback):
             return callback.settings
     return datamodule.settings if isinstance(datamodule, BalancedDataModuleMixin) else BalanceSettings()
-
-
-def _is_rank_zero() -> bool:
-    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]  # the function has it

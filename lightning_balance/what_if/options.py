@@ -8,6 +8,9 @@ from typing import Literal
 from lightning_balance.cost import CostModel
 from lightning_balance.validation import LONGEST_ALLOWED, check_choice, check_int_at_least, check_positive_int
 
+LARGEST_STEP = 2**24
+"""Most samples of an optimizer step: the tables of larger ones do not fit into the memory of every machine."""
+
 __all__ = ["SYNC_NAMES", "PlanOptions", "Sync"]
 
 Sync = Literal["micro_batch", "step"]
@@ -67,7 +70,7 @@ class PlanOptions:
         for name in ("max_tokens", "lookahead"):
             for value in getattr(self, name):
                 check_positive_int(name, value)
-        check_positive_int("batch_size * num_slots * num_ranks", self.samples_per_step)
+        check_positive_int("batch_size * num_slots * num_ranks", self.samples_per_step, largest=LARGEST_STEP)
         check_choice("sync", self.sync, ("micro_batch", "step"))
 
     @property
