@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from lightning_balance.outputs import write_file
 from lightning_balance.validation import check_positive_int
 
 RUN_FILE = "balance_run.json"
@@ -165,7 +166,7 @@ def take_request(folder: Path) -> int | None:
     try:
         if not path.exists() or _is_of_another_job(folder):  # the job asks in every step: as a rule that is all
             return None
-        taken = _beside(path)
+        taken = path.with_name(f".{path.name}.{uuid4().hex}")
         path.replace(taken)  # a request that is written from now on stays for the next time
         text = taken.read_text(errors="replace")
         taken.unlink()
@@ -189,15 +190,8 @@ def _is_of_another_job(folder: Path) -> bool:
     return run is not None and not run.is_own
 
 
-def _beside(path: Path) -> Path:
-    """A name in the same folder that nobody else has."""
-    return path.with_name(f".{path.name}.{uuid4().hex}")
-
-
 def _write(path: Path, content: dict[str, Any]) -> None:
-    draft = _beside(path)
     try:
-        draft.write_text(json.dumps(content))
-        draft.replace(path)
+        write_file(path, json.dumps(content))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error

@@ -162,8 +162,11 @@ def test_a_calibration_calls_the_hooks_of_a_beginning_epoch_but_not_those_of_a_t
     ("words", "message"),
     [
         (("--calibrate.out", "cost.txt"), r"calibrate.out must end in .yaml or .yml, .* got 'cost.txt'"),
-        (("--calibrate.out", "none/cost.yaml"), "calibrate.out='none/cost.yaml' is in a folder that does not exist"),
-        (("--calibrate.out", "folder.yaml"), "calibrate.out='folder.yaml' is a folder"),
+        (
+            ("--calibrate.out", "none/cost.yaml"),
+            "--calibrate.out none/cost.yaml cannot be written: there is no folder",
+        ),
+        (("--calibrate.out", "folder.yaml"), "--calibrate.out folder.yaml cannot be written: it is a folder"),
         (("--calibrate.memory_fraction", "0"), "memory_fraction must be above 0"),
         (("--calibrate.num_repeats", "0"), "calibrate.num_repeats must be an integer >= 1, got 0"),
         (("--calibrate.max_tokens", "-1"), "calibrate.max_tokens must be an integer >= 1, got -1"),

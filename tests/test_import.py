@@ -22,6 +22,7 @@ LAYERS = {
         "evaluation.plan",
         "lookahead",
         "micro_batches",
+        "outputs",
         "partition",
         "plan",
         "progress",

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_balance.calibration.fit import CostFit
 from lightning_balance.cost import CostModel
+from lightning_balance.outputs import write_file
 
 FILE_VERSION = 1
 SUFFIXES = (".yaml", ".yml")
@@ -36,25 +37,6 @@ def check_is_cost_path(name: str, path: str | os.PathLike[str]) -> None:
             f"{name} must end in {' or '.join(SUFFIXES)}, by which BalanceCallback(cost=...) knows the file, got"
             f" {os.fspath(path)!r}"
         )
-
-
-def check_can_write(name: str, path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is to hold.
-
-    Raises:
-        ValueError: its folder is missing or not writable, or it is a folder itself.
-    """
-    target = Path(path)
-    folder = target.absolute().parent
-    if target.is_dir():
-        problem = "is a folder: give the name of a file in it"
-    elif not folder.is_dir():
-        problem = f"is in a folder that does not exist: make {str(folder)!r}, or give another file"
-    elif not os.access(folder, os.W_OK):
-        problem = f"is in a folder that cannot be written to: change {str(folder)!r}, or give another file"
-    else:
-        return
-    raise ValueError(f"{name}={os.fspath(path)!r} {problem}")
 
 
 def write_cost_file(path: str | os.PathLike[str], fit: CostFit, measured_on: Mapping[str, Any]) -> None:
@@ -89,10 +71,7 @@ def write_cost_file(path: str | os.PathLike[str], fit: CostFit, measured_on: Map
         "# Written by `lightning-balance calibrate`, read by BalanceCallback(cost='FILE'):\n"
         "# seconds = seconds_per_token * (intercept + n*L + alpha*n*L^2) for n samples padded to L tokens.\n"
     )
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(head + yaml.safe_dump(content, sort_keys=False))
-    partial.replace(target)
+    write_file(Path(path), head + yaml.safe_dump(content, sort_keys=False))
 
 
 def read_cost_file(path: str | os.PathLike[str]) -> CostModel:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.lengths.huggingface import huggingface_fingerprint
+from lightning_balance.outputs import whole_file
 
 __all__ = ["LengthsCache", "fingerprint", "probe_indices"]
 
@@ -60,6 +59,7 @@ class LengthsCache:
         OSError: the folder can neither be used nor made.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     cache = LengthsCache(folder)
         ...     cache.save("key", np.array([3, 4]))
@@ -88,14 +88,8 @@ class LengthsCache:
 
     def save(self, key: str, lengths: NDArray[np.int64]) -> None:
         """Write lengths under a key; readers see the old file or the whole new one."""
-        handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.save(file, lengths)
-            Path(temporary).replace(self._path(key))
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with whole_file(self._path(key)) as file:
+            np.save(file, lengths)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"lengths-{key}.npy"

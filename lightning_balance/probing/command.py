@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
@@ -12,10 +13,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_balance.calibration.error import CalibrationError
-from lightning_balance.calibration.file import check_can_write
 from lightning_balance.callback import BalanceCallback
 from lightning_balance.datamodule import BalancedDataModuleMixin
 from lightning_balance.lightning_cli import BalanceCLI, is_rank_zero
+from lightning_balance.outputs import check_outputs
 from lightning_balance.probing.calibration_callback import CalibrateOptions, CalibrationCallback
 from lightning_balance.settings import BalanceSettings
 
@@ -97,7 +98,7 @@ class CalibrateCLI(BalanceCLI):
         try:
             self._options = CalibrateOptions(**config.calibrate.as_dict())
             if is_rank_zero() and not config.find_max_tokens:
-                check_can_write("calibrate.out", self._options.out)
+                check_outputs({"--calibrate.out": Path(self._options.out)})
         except ValueError as error:
             self.end_with(str(error))
         config.trainer.update(Namespace(NOT_FOR_CALIBRATION))  # type: ignore[no-untyped-call]

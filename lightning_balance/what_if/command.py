@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_balance.console import output_of, print_table, say
 from lightning_balance.cost import CostModel
+from lightning_balance.outputs import check_outputs, write_file
 from lightning_balance.validation import check_positive_int
 from lightning_balance.what_if import tables
 from lightning_balance.what_if.comparison import Comparison, compare
@@ -24,7 +25,6 @@ from lightning_balance.what_if.document import as_json
 from lightning_balance.what_if.dotted import FoundLengths
 from lightning_balance.what_if.inputs import find_lengths
 from lightning_balance.what_if.options import SYNC_NAMES, PlanOptions
-from lightning_balance.what_if.outputs import check_outputs, write_file
 from lightning_balance.what_if.parser import make_parser
 from lightning_balance.what_if.progress import Bar, show_progress
 

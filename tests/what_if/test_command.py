@@ -24,7 +24,6 @@ from PIL import Image
 
 from lightning_balance.cli import main
 from lightning_balance.what_if import compare
-from lightning_balance.what_if.outputs import check_outputs, write_file
 from lightning_balance.what_if.tables import figures_table, notes, randomness_table
 from lightning_balance.what_if.timeline import timeline_of
 from tests.command import REPOSITORY, run_command
@@ -536,18 +535,6 @@ def test_what_is_no_file_is_refused_and_stays(tmp_path, capsys) -> None:
             main(["plan", "nowhere.npy", "--json", str(tmp_path / name)])
         assert f"{name} cannot be written: {reason}" in capsys.readouterr().err
     assert {path.name: path.lstat().st_mode for path in tmp_path.iterdir()} == modes
-
-
-def test_a_device_is_written_to_and_stays_one(lengths_file, tmp_path) -> None:
-    ours, theirs = pty.openpty()  # a device that is only the test's
-    (tmp_path / "device").symlink_to(os.ttyname(theirs))
-    device = Path(os.ttyname(theirs)).stat()
-    write_file(tmp_path / "device", "all of it")
-    check_outputs({"--json": tmp_path / "device"})
-    assert os.read(ours, 100) == b"all of it"
-    assert os.path.samestat(Path(os.ttyname(theirs)).stat(), device)
-    os.close(theirs)
-    os.close(ours)
 
 
 @pytest.mark.parametrize("option", ["--html", "--png"])

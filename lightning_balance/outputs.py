@@ -1,14 +1,17 @@
-"""Files that are written at the end: found to be writable at the beginning, and never seen half written."""
+"""Files that are never seen half written, and can be found to be writable before the work for them (layer 0)."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+from uuid import uuid4
 
-__all__ = ["check_outputs", "write_file"]
+__all__ = ["check_outputs", "whole_file", "write_file"]
 
 
 def check_outputs(paths: Mapping[str, Path]) -> None:
@@ -36,28 +39,47 @@ def check_outputs(paths: Mapping[str, Path]) -> None:
             raise ValueError(f"{other} and {option} are both {path}: give each a file of its own")
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a whole file or nothing: readers see the old one or the new one, which has the old one's mode.
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that is written whole or not at all: readers see the old one or the new one, with the old one's mode.
 
     A link stays and its target is replaced; a device such as ``/dev/null`` stays and is written to.
 
     Raises:
         OSError: it cannot be written.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with whole_file(Path(folder, "lengths.txt")) as file:
+        ...         _ = file.write(b"3 4")
+        ...     Path(folder, "lengths.txt").read_text()
+        '3 4'
     """
-    target, data = _target(path), content.encode() if isinstance(content, str) else content
+    target = _target(path)
     if target.is_char_device():
-        target.write_bytes(data)
+        with target.open("wb") as file:
+            yield file
         return
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".lightning-balance-", suffix=".tmp")
+    draft = target.with_name(f".lightning-balance-{uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes it readable for the user only
-        Path(temporary).chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
-        Path(temporary).replace(target)
+        with draft.open("xb") as file:
+            yield file
+        with suppress(FileNotFoundError):  # none yet, or somebody has just taken it away
+            draft.chmod(stat.S_IMODE(target.stat().st_mode))
+        draft.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a :func:`whole_file` at once; text in UTF-8.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def _why_not(path: Path) -> str | None:
@@ -84,9 +106,3 @@ def _why_not(path: Path) -> str | None:
 def _target(path: Path) -> Path:
     """Return what a path leads to; unlike ``Path.resolve`` also where links lead in a circle."""
     return Path(os.path.realpath(path))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
