@@ -68,7 +68,7 @@ def scale_gradients(parameters: Iterable[_HasGradient], factor: float) -> None:
     """
     gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
     with torch.no_grad():
-        for gradient in gradients:
+        for gradient in gradients:  # not torch's foreach: it refuses sharded and plain gradients in one list
             gradient.mul_(factor)
 
 
