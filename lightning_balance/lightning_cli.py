@@ -1,4 +1,4 @@
-"""LightningCLI with one addition: a number of processes for machines without an accelerator."""
+"""LightningCLI with CPU processes for machines without an accelerator, and a sentence for a mistake in our options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that YAML and the command line may say `BalanceCallback` without the package's name.
 from lightning_balance.callback import BalanceCallback as BalanceCallback
@@ -17,7 +16,7 @@ class BalanceCLI(LightningCLI):
 
     `--num_cpu_processes N` applies where the trainer would run on the CPU and leaves `devices` to Lightning, whose
     `auto` is a single process there; one config then serves a laptop and a machine with GPUs. A mistake in the options
-    of a BalanceCallback ends the command with one sentence and the exit status 2.
+    of BalanceCallback itself, not of a class derived from it, ends the command with one sentence and the exit status 2.
     """
 
     def __init__(self, args: ArgsType = None) -> None:
@@ -33,7 +32,7 @@ class BalanceCLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Turn `devices: auto` into the number of CPU processes where that applies."""
+        """Say how the callback is built, and turn `devices: auto` into the number of CPU processes where it applies."""
         self.parser.add_instantiator(self._make_callback, BalanceCallback, subclasses=False)
         config = self.config[str(self.subcommand)]
         num_processes = config.num_cpu_processes
@@ -52,13 +51,11 @@ class BalanceCLI(LightningCLI):
             self.end_with(str(error))
 
     def end_with(self, sentence: str) -> NoReturn:
-        """End the process with one sentence, said once, as for a mistake in the command line."""
-        self.parser.exit(2, f"lightning-balance {self.subcommand}: error: {sentence}\n" if is_rank_zero() else None)
+        """End the process with one sentence, as for a mistake in the command line.
 
-
-def is_rank_zero() -> bool:
-    """Whether this process says what all ranks have to say."""
-    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]  # the function has it
+        Every rank says it: a launcher ends the others when the first one ends, and machines may differ in their files.
+        """
+        self.parser.exit(2, f"lightning-balance {self.subcommand}: error: {sentence}\n")
 
 
 def runs_on_cpu(accelerator: Any) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-__all__ = ["check_outputs", "whole_file", "write_file"]
+__all__ = ["check_outputs", "whole_file", "why_not_writable", "write_file"]
 
 
 def check_outputs(paths: Mapping[str, Path]) -> None:
@@ -31,7 +31,7 @@ def check_outputs(paths: Mapping[str, Path]) -> None:
     """
     options: dict[Path, str] = {}
     for option, path in paths.items():
-        reason = _why_not(path)
+        reason = why_not_writable(path)
         if reason:
             raise ValueError(f"{option} {path} cannot be written: {reason}")
         other = options.setdefault(_target(path), option)
@@ -40,10 +40,14 @@ def check_outputs(paths: Mapping[str, Path]) -> None:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that is written whole or not at all: readers see the old one or the new one, with the old one's mode.
+def whole_file(path: Path, *, keep_mode: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file that is written whole or not at all: readers see the old one or the new one.
 
     A link stays and its target is replaced; a device such as ``/dev/null`` stays and is written to.
+
+    Args:
+        path: the file.
+        keep_mode: it gets the mode of the file that it replaces; else that of any new file.
 
     Raises:
         OSError: it cannot be written.
@@ -63,9 +67,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     draft = target.with_name(f".lightning-balance-{uuid4().hex}.tmp")
     try:
         with draft.open("xb") as file:
+            if keep_mode:
+                _copy_mode(target, draft)
             yield file
-        with suppress(FileNotFoundError):  # none yet, or somebody has just taken it away
-            draft.chmod(stat.S_IMODE(target.stat().st_mode))
         draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -82,7 +86,15 @@ def write_file(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def _why_not(path: Path) -> str | None:
+def why_not_writable(path: Path) -> str | None:
+    """Return the reason why a file cannot be written, in a few words; None where nothing is known against it."""
+    try:
+        return _fault(path)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _fault(path: Path) -> str | None:
     if path.is_dir():
         return "it is a folder"
     target = _target(path)
@@ -90,17 +102,23 @@ def _why_not(path: Path) -> str | None:
         return "its links lead in a circle"
     if not target.parent.is_dir():
         return f"there is no folder {target.parent if path.is_symlink() else path.parent}"
+    with suppress(FileNotFoundError):
+        target.lstat()  # fails for a name that no file can have
     if target.exists() and not (target.is_file() or target.is_char_device()):
         return "it is neither a regular file nor a character device"
-    try:
-        if target.exists():
-            target.open("ab").close()
-        if not target.is_char_device():
-            with tempfile.TemporaryFile(dir=target.parent):
-                pass
-    except OSError as error:
-        return error.strerror or str(error)
+    if target.exists():
+        target.open("ab").close()
+    if not target.is_char_device():
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     return None
+
+
+def _copy_mode(source: Path, path: Path) -> None:
+    with suppress(FileNotFoundError):  # none yet, or somebody has just taken it away
+        mode = source.stat().st_mode
+        if mode != path.stat().st_mode:  # some file systems refuse to change it
+            path.chmod(stat.S_IMODE(mode))
 
 
 def _target(path: Path) -> Path:

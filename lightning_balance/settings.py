@@ -234,8 +234,10 @@ def import_callable(path: str, argument: str) -> Callable[..., Any]:
     module_name, _, attribute = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{argument}={path!r} is not an importable function: {error}") from error
+    except Exception as error:  # whatever the module does when it is imported
+        raise ValueError(
+            f"{argument}={path!r} is not an importable function: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found):
         raise ValueError(f"{argument}={path!r} must name a function, but it is a {type(found).__name__}")
     return cast("Callable[..., Any]", found)

@@ -205,8 +205,8 @@ def _main(workdir: Path, timeout_s: float) -> None:
     result = function(*args)
     (workdir / f"result{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
     end_process_group()
-    # What threads of a process group do while the interpreter ends is not what the function did: gloo's may abort it
-    # (pytorch/pytorch#179291, #190489).
+    # What threads of a process group do while the interpreter ends is not what the function did: gloo's can abort it
+    # (pytorch/pytorch#179291).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

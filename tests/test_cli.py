@@ -110,9 +110,15 @@ CALLBACK = ("--trainer.callbacks+=BalanceCallback", "--trainer.callbacks")
         (["--num_cpu_processes", "0"], "num_cpu_processes must be at least 1, or null for one process, got 0"),
         ([CALLBACK[0], f"{CALLBACK[1]}.max_tokens=-1"], "max_tokens must be an integer >= 1, got -1"),
         ([CALLBACK[0], f"{CALLBACK[1]}.cost=nofile.yaml"], "cost='nofile.yaml' is no file"),
+        (
+            [CALLBACK[0], f"{CALLBACK[1]}.loss_reduction=broken_module.count"],
+            "loss_reduction='broken_module.count' is not an importable function: TypeError: unsupported operand",
+        ),
     ],
 )
-def test_a_mistake_in_our_options_is_one_sentence(words, sentence, capfd):
+def test_a_mistake_in_our_options_is_one_sentence(words, sentence, tmp_path, monkeypatch, capfd):
+    (tmp_path / "broken_module.py").write_text("1 + ''")
+    monkeypatch.syspath_prepend(tmp_path)
     last = error_of(capfd, "fit", "--config", DEMO, *words).splitlines()[-1]
     assert last.startswith(f"lightning-balance fit: error: {sentence}")
 

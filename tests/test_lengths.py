@@ -595,6 +595,14 @@ def test_an_unusable_folder_is_noticed_before_reading(tmp_path: Path) -> None:
     assert dataset.reads == []
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files, not even from root")
+def test_a_folder_that_takes_no_files_is_noticed_before_all_is_read() -> None:
+    dataset = Counting(tokens)
+    with pytest.raises(OSError, match=r"the folder /proc cannot keep lengths: .*; give another cache folder, or none"):
+        resolve_lengths(dataset, cache_dir="/proc", progress=False)
+    assert len(dataset.reads) == 32
+
+
 def test_known_lengths_write_no_cache(tmp_path: Path) -> None:
     known(huggingface(), cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -28,19 +28,32 @@ def write_lengths(folder):
     LengthsCache(folder).save("key", np.array([3, 4]))
 
 
-@pytest.mark.parametrize("write", [write_a_cost_file, write_a_description, write_lengths])
-def test_others_may_read_a_new_file_as_the_umask_says_and_an_old_one_keeps_its_mode(write, tmp_path):
-    umask = os.umask(0o022)
-    try:
-        write(tmp_path)
-        [path] = tmp_path.iterdir()
-        assert path.stat().st_mode & 0o777 == 0o644
-        path.chmod(0o600)
-        write(tmp_path)
-    finally:
-        os.umask(umask)
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+@pytest.mark.parametrize(
+    ("write", "mode_again"), [(write_a_cost_file, 0o600), (write_a_description, 0o600), (write_lengths, 0o644)]
+)
+def test_others_may_read_a_new_file_as_the_umask_says_and_an_old_one_keeps_its_mode(write, mode_again, tmp_path):
+    write(tmp_path)
+    [path] = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o644
+    path.chmod(0o600)
+    write(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == mode_again  # cached lengths are nobody's own
+
+
+@pytest.mark.usefixtures("umask")
+def test_a_draft_is_no_more_open_than_the_file_it_replaces(tmp_path):
+    (tmp_path / "file").touch(0o600)
+    with whole_file(tmp_path / "file"):
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("write", [write_a_cost_file, write_a_description, write_lengths])
@@ -56,6 +69,11 @@ def test_a_link_stays_one(write, tmp_path):
     write(folder)
     assert path.is_symlink()
     assert target.read_bytes() == content
+
+
+def test_a_name_that_is_too_long_is_told_before_the_work(tmp_path):
+    with pytest.raises(ValueError, match=r"--json .* cannot be written: File name too long"):
+        check_outputs({"--json": tmp_path / ("x" * 300)})
 
 
 def write_and_be_stopped(file):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_balance.lengths.huggingface import huggingface_fingerprint
-from lightning_balance.outputs import whole_file
+from lightning_balance.outputs import whole_file, why_not_writable
 
 __all__ = ["LengthsCache", "fingerprint", "probe_indices"]
 
@@ -87,9 +87,23 @@ class LengthsCache:
         return np.asarray(lengths, dtype=np.int64)
 
     def save(self, key: str, lengths: NDArray[np.int64]) -> None:
-        """Write lengths under a key; readers see the old file or the whole new one."""
-        with whole_file(self._path(key)) as file:
+        """Write lengths under a key; readers see the old file or the whole new one.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        with whole_file(self._path(key), keep_mode=False) as file:  # a file that nobody else could read is replaced
             np.save(file, lengths)
+
+    def check_can_save(self) -> None:
+        """Check that the folder takes new files, before lengths are measured for it.
+
+        Raises:
+            OSError: it does not.
+        """
+        reason = why_not_writable(self._path("new"))
+        if reason:
+            raise OSError(f"the folder {self.folder} cannot keep lengths: {reason}; give another cache folder, or none")
 
     def _path(self, key: str) -> Path:
         return self.folder / f"lengths-{key}.npy"

@@ -36,7 +36,6 @@ class Scan:
 
     def __init__(self, *, num_samples: int, cache_dir: str | Path | None, progress: bool) -> None:
         self._num_samples = num_samples
-        # Made now: a folder that cannot be written must not be noticed after an hour of reading.
         self._cache = LengthsCache(cache_dir) if cache_dir is not None and num_samples else None
         self._bar = tqdm(
             total=num_samples, desc="Reading lengths", unit=" samples", disable=not (progress and num_samples)
@@ -72,6 +71,8 @@ class Scan:
         if cached is not None:
             self._bar.update(num_samples)
             return cached
+        if self._cache is not None:
+            self._cache.check_can_save()  # not to be noticed after an hour of reading
         if not is_chosen and num_samples:
             self._warn()
         self._bar.update(len(probes))

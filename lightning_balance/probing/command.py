@@ -10,12 +10,12 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_balance.calibration.error import CalibrationError
 from lightning_balance.callback import BalanceCallback
 from lightning_balance.datamodule import BalancedDataModuleMixin
-from lightning_balance.lightning_cli import BalanceCLI, is_rank_zero
+from lightning_balance.lightning_cli import BalanceCLI
 from lightning_balance.outputs import check_outputs
 from lightning_balance.probing.calibration_callback import CalibrateOptions, CalibrationCallback
 from lightning_balance.settings import BalanceSettings
@@ -97,7 +97,7 @@ class CalibrateCLI(BalanceCLI):
         super().before_instantiate_classes()
         try:
             self._options = CalibrateOptions(**config.calibrate.as_dict())
-            if is_rank_zero() and not config.find_max_tokens:
+            if rank_zero_only.rank == 0 and not config.find_max_tokens:  # type: ignore[attr-defined]  # it has one
                 check_outputs({"--calibrate.out": Path(self._options.out)})
         except ValueError as error:
             self.end_with(str(error))

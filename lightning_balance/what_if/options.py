@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_balance.cost import CostModel
 from lightning_balance.validation import LONGEST_ALLOWED, check_choice, check_int_at_least, check_positive_int
 
-LARGEST_STEP = 2**24
+LARGEST_STEP = 2**22
 """Most samples of an optimizer step: the tables of larger ones do not fit into the memory of every machine."""
 
 __all__ = ["SYNC_NAMES", "PlanOptions", "Sync"]

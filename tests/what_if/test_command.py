@@ -454,7 +454,7 @@ def test_equal_input_gives_equal_files(lengths_file, tmp_path) -> None:
         (["a.txt", "--max-length", HUGE], "max_length must be an integer from 1 to"),
         (["a.txt", "--steps", HUGE], "--steps must be an integer from 1 to"),
         (["a.txt", "--epoch", HUGE], "epoch must be an integer from 0 to"),
-        (["a.txt", "--batch-size", "1000000000"], "num_slots * num_ranks must be an integer from 1 to 16777216"),
+        (["a.txt", "--batch-size", "1000000000"], "num_slots * num_ranks must be an integer from 1 to 4194304"),
         (["a.txt", "--ranks", "4000000000", "--batch-size", "4000000000"], "num_ranks must be an integer from 1 to"),
         (["a.txt", "--intercept", "1e308"], "intercept must be at most 1e+100, got 1e+308"),
         (["a.txt", "--lookahead", "0"], "lookahead must be"),
