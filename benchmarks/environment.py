@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_balance.outputs import write_file
+
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("lightning-balance", "numpy", "torch", "transformers", "lhotse")
 
@@ -51,7 +53,7 @@ def save(name: str, figures: dict[str, Any], *, command: str, folder: Path = RES
     """Save figures as ``<name>.json``; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": describe(command), **figures}, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json.dumps({"environment": describe(command), **figures}, indent=1) + "\n")
     return path
 
 

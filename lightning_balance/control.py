@@ -162,11 +162,9 @@ def take_request(folder: Path) -> int | None:
     Raises:
         ValueError: the request does not hold a positive integer; it is taken away all the same.
     """
-    if not os.access(os.path.join(folder, REQUEST_FILE), os.F_OK):  # noqa: PTH118  asked in every step: be quick
-        return None
     path = folder / REQUEST_FILE
     try:
-        if _is_of_another_job(folder):
+        if not path.exists() or _is_of_another_job(folder):  # the job asks in every step: as a rule that is all
             return None
         taken = path.with_name(f".{path.name}.{uuid4().hex}")
         path.replace(taken)  # a request that is written from now on stays for the next time

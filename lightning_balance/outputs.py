@@ -102,13 +102,15 @@ def _fault(path: Path) -> str | None:
         return "its links lead in a circle"
     if not target.parent.is_dir():
         return f"there is no folder {target.parent if path.is_symlink() else path.parent}"
-    with suppress(FileNotFoundError):
-        target.lstat()  # fails for a name that no file can have
-    if target.exists() and not (target.is_file() or target.is_char_device()):
-        return "it is neither a regular file nor a character device"
-    if target.exists():
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG  # what it will be
+    else:
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+            return "it is neither a regular file nor a character device"
         target.open("ab").close()
-    if not target.is_char_device():
+    if stat.S_ISREG(mode):
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     return None

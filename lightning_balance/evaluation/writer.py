@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_balance.agreement import from_rank_zero, on_every_rank
 from lightning_balance.evaluation.ordering import in_order, join, split_by_sample
+from lightning_balance.outputs import whole_file
 
 
 class OrderedPredictionWriter(BasePredictionWriter):
@@ -91,7 +92,8 @@ class OrderedPredictionWriter(BasePredictionWriter):
 
     def _write(self, path: Path, indices: list[int], predictions: list[Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"indices": indices, "predictions": predictions}, path)
+        with whole_file(path) as file:
+            torch.save({"indices": indices, "predictions": predictions}, file)
 
     def _merge(self, name: str, num_ranks: int) -> None:
         paths = [self._file_of(name, rank) for rank in range(num_ranks)]

@@ -57,6 +57,7 @@ def resolve_lengths(
         int64 array of shape ``(len(dataset),)``, every entry at least 1.
 
     Raises:
+        OSError: the cache folder cannot be used; told before all samples are read.
         TypeError: the dataset is iterable-style, a sample has no length that can be found, or `lengths` holds or
             returns something else than integers.
         ValueError: wrong count, unknown column, or lengths that are not whole numbers of at least 1.

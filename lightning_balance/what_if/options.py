@@ -8,9 +8,6 @@ from typing import Literal
 from lightning_balance.cost import CostModel
 from lightning_balance.validation import LONGEST_ALLOWED, check_choice, check_int_at_least, check_positive_int
 
-LARGEST_STEP = 2**22
-"""Most samples of an optimizer step: the tables of larger ones do not fit into the memory of every machine."""
-
 __all__ = ["SYNC_NAMES", "PlanOptions", "Sync"]
 
 Sync = Literal["micro_batch", "step"]
@@ -19,6 +16,8 @@ SYNC_NAMES: dict[str, Sync] = {
     "fsdp": "micro_batch", "ddp": "micro_batch", "micro_batch": "micro_batch", "step": "step",
 }  # fmt: skip
 """When ranks wait for each other, by strategy or by name; Lightning makes DDP wait in every micro-batch, too."""
+LARGEST_STEP = 2**22
+"""Most samples of an optimizer step: the tables of larger ones do not fit into the memory of every machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

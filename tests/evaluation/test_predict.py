@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import namedtuple
 from pathlib import Path
@@ -132,6 +133,21 @@ def test_the_writer_writes_a_file_per_loader(tmp_path: Path) -> None:
         "predictions_0.pt": list(range(7)),
         "predictions_1.pt": [0, 1],
     }
+
+
+class PredictsFunctions(Evaluates):
+    """Functions without a name of their own cannot be pickled."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return [lambda: None for _ in batch["value"]]
+
+
+def test_a_file_that_fails_half_way_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "predictions.pt").write_text("old")
+    used, _ = balanced("single", 1, OrderedPredictionWriter(tmp_path))
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        used.predict(PredictsFunctions(), values_loader(RAGGED), return_predictions=False)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("predictions.pt", "old")]
 
 
 def write_without_a_common_folder(folder: Path) -> None:
