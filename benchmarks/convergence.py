@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Subset
 from benchmarks.environment import RESULTS, command_line, save
 from benchmarks.options import positive_int
 from lightning_balance import BalanceCallback
-from lightning_balance.agreement import gather_objects
+from lightning_balance.agreement import end_process_group, gather_objects
 from lightning_balance.demo import CausalLM, FunctionsDataModule
 
 SAMPLES_PER_STEP = 16
@@ -119,6 +119,7 @@ def run(name: str, num_steps: int, max_length: int, output: Path) -> None:
     ranks = np.sum(gather_objects(module.steps[:num_steps]), axis=0)
     if trainer.is_global_zero:
         output.write_text(json.dumps((ranks[:, 0] / ranks[:, 1]).tolist()))
+    end_process_group()
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> None:

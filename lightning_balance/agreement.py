@@ -1,4 +1,4 @@
-"""Ranks that must agree: one error on all of them instead of a hang (layer 1).
+"""Ranks that must agree: one error on all of them instead of a hang; and the end of their process group (layer 1).
 
 A rank that fails alone leaves the others waiting in their next collective until a timeout hides the reason. Whatever
 may fail on one rank only (its data, its seed, its settings) goes through :func:`on_every_rank`; what must be equal goes
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,11 +19,34 @@ Result = TypeVar("Result")
 
 MAX_RANKS_NAMED = 8
 """An error names so many of the ranks that have one value, and counts the others."""
+_LAST_RELEASES_S = 0.1
+"""Far longer than the threads of an idle group need to let go of what they hold."""
+
+
+def has_process_group() -> bool:
+    """Whether this process belongs to a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def end_process_group() -> None:
+    """End the process group of this process, if it has one, while the interpreter is alive.
+
+    A process with a gloo group may abort when its interpreter ends, with "terminate called without an active
+    exception" and SIGABRT, however well its work went: gloo's threads let go of the tensors of the last collectives a
+    moment later than the caller, and cannot do that in an interpreter that ends (pytorch/pytorch#190489). Lightning
+    ends NCCL's groups at exit, but not gloo's. To be called when no rank needs the group any more.
+
+    Example:
+        >>> end_process_group()
+    """
+    if has_process_group():
+        dist.destroy_process_group()
+        time.sleep(_LAST_RELEASES_S)  # what still refers to a group, such as FSDP2's caches, keeps its threads
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """``value`` of every rank (of a group), in rank order; ``[value]`` without a process group. A collective call."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
@@ -63,7 +87,7 @@ def from_rank_zero(compute: Callable[[], Result]) -> Result:
         >>> from_rank_zero(lambda: "scanned once")
         'scanned once'
     """
-    is_distributed = dist.is_available() and dist.is_initialized()
+    is_distributed = has_process_group()
     result = on_every_rank(compute if not is_distributed or dist.get_rank() == 0 else lambda: None)
     if not is_distributed:
         return result  # type: ignore[return-value]  # rank 0 computed it

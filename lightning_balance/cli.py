@@ -57,6 +57,9 @@ def _run(args: Sequence[str] | None) -> None:
 
 
 def _run_with_lightning(command: str, args: list[str] | None) -> None:
+    from lightning_balance.agreement import end_process_group, has_process_group
+
+    is_callers = has_process_group()
     if command == "calibrate":
         from lightning_balance.probing.command import CalibrateCLI
         from lightning_balance.settings import without_cost_files
@@ -67,3 +70,5 @@ def _run_with_lightning(command: str, args: list[str] | None) -> None:
         from lightning_balance.lightning_cli import BalanceCLI
 
         BalanceCLI(args=args)
+    if not is_callers:
+        end_process_group()

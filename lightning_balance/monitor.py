@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_balance.agreement import has_process_group
 from lightning_balance.fitting import Place
 from lightning_balance.memory import has_accelerator_peak, restart_accelerator_peak
 from lightning_balance.metrics import CostSpread, PadEfficiency, PeakMemory
@@ -61,7 +62,7 @@ class RunMonitor:
         self._since_log = Totals()
         self._window_started: float | None = None
         self._paused_at: float | None = None
-        has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        has_others = has_process_group() and dist.get_world_size() > 1
         has_counter = device.type != "cpu" and has_accelerator_peak()  # which the machine may have, unused
         place = device if has_others else torch.device("cpu")
         self.pad_efficiency = PadEfficiency(sync_on_compute=has_others).to(place)

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from lightning_balance._reinstantiation import note_arguments
+from lightning_balance.agreement import has_process_group
 from lightning_balance.cost import CostFunction
 from lightning_balance.epoch import EpochPlan, plan_epoch
 from lightning_balance.partition.shapes import round_up_to_multiple
@@ -366,7 +367,7 @@ def check_state(state: Any) -> None:
 
 
 def _ranks(num_replicas: int | None, rank: int | None, sampler: DistributedSampler[Any] | None) -> tuple[int, int]:
-    is_distributed = dist.is_available() and dist.is_initialized()
+    is_distributed = has_process_group()
     if num_replicas is None:
         num_replicas = sampler.num_replicas if sampler else dist.get_world_size() if is_distributed else 1
     if rank is None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_balance.agreement import has_process_group
 from lightning_balance.settings import LossReduction
 
 UnitsOfBatch = Callable[[Any], float | int | Tensor]
@@ -74,7 +75,7 @@ def scale_gradients(parameters: Iterable[_HasGradient], factor: float) -> None:
 
 def sum_over_ranks(value: float | Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> float:
     """Sum of a scalar over the data-parallel group (all ranks without one); the value itself in a single process."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return float(value)
     total = torch.as_tensor(value, dtype=torch.float64).to(device, copy=True)
     dist.all_reduce(total, group=group)

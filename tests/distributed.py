@@ -134,14 +134,6 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def end_process_group() -> None:
-    """End the process group of this process: an interpreter that ends with a live one may abort, as threads run."""
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def _start_rank(
     workdir: Path, rank: int, num_ranks: int, port: int, timeout_s: float, env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
@@ -200,13 +192,14 @@ def _main(workdir: Path, timeout_s: float) -> None:
     faulthandler.dump_traceback_later(timeout_s + 2 * GRACE_S, exit=True)
     import torch
 
+    from lightning_balance.agreement import end_process_group
+
     torch.set_num_threads(1)
     function, args = pickle.loads((workdir / "call.pkl").read_bytes())
     result = function(*args)
     (workdir / f"result{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
     end_process_group()
-    # What threads of a process group do while the interpreter ends is not what the function did: gloo's can abort it
-    # (pytorch/pytorch#179291).
+    # Whatever a function left behind, no thread of it can abort an interpreter that does not end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

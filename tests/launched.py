@@ -7,6 +7,7 @@ SCENARIO is a function below. Every rank writes what it saw into FOLDER when a `
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_balance as lb
-from tests.distributed import end_process_group
+from lightning_balance.agreement import end_process_group
 from tests.toys import IGNORED, ScalarModel, equal_samples, loader, trainer
 
 LENGTHS = [1, 2, 3, 10, 4, 4, 7, 1, 2, 2, 5, 3, 6, 6, 1, 9, 2, 8, 1, 3, 5, 4]
@@ -107,6 +108,7 @@ class Recorder(Callback):
         record = Record.of(trainer, pl_module)
         path = self.folder / f"{self.name}-rank{record.rank}.json"
         path.write_text(json.dumps(asdict(record)))
+        atexit.register(end_process_group)  # in a spawned process nothing of ours runs later
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.on_fit_end(trainer, pl_module)
@@ -237,7 +239,6 @@ def after_sigterm(place: dict[str, Any], folder: Path) -> None:
 def main(scenario: str, place: str, folder: str) -> None:
     torch.set_num_threads(1)
     globals()[scenario](json.loads(place), Path(folder))
-    end_process_group()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,13 @@ from lightning_balance.agreement import (
     find_difference,
     from_rank_zero,
     gather_objects,
+    has_process_group,
     on_every_rank,
 )
+from lightning_balance.cli import main
+from tests.command import REPOSITORY
 from tests.distributed import run_ranks
+from tests.jobs import Job, torchrun
 
 
 class OwnError(Exception):
@@ -135,3 +141,49 @@ def test_a_single_process_needs_no_group() -> None:
     check_equal_on_ranks({"seed": 1}, "do this")
     with pytest.raises(OwnError):
         on_every_rank(lambda: (_ for _ in ()).throw(OwnError()))
+
+
+LETS_GO_OF_A_TENSOR_LATE = """\
+import os, time
+import torch, torch.distributed as dist
+from lightning_balance.agreement import end_process_group
+
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+kept_until_the_interpreter_ends = EndsSlowly()
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    time.sleep(0.5)
+dist.all_reduce(torch.ones(3), async_op=True)
+end_process_group()
+print("has a group:", dist.is_initialized())
+"""
+
+
+def test_a_rank_whose_group_was_ended_is_not_aborted_by_gloo(tmp_path: Path) -> None:
+    """Without `end_process_group` rank 0 always aborts: its tensor is let go of while its interpreter ends slowly."""
+    script = tmp_path / "rank.py"
+    script.write_text(LETS_GO_OF_A_TENSOR_LATE)
+    [command] = torchrun(script, num_ranks_per_node=2)
+    with Job(command, cwd=tmp_path) as job:
+        assert job.wait(timeout_s=60).count("has a group: False") == 2
+
+
+def groups_around_commands() -> list[bool]:
+    """Whether this rank has a group after a command that began one; after a command while the caller had one."""
+    options = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_checkpointing", "false"]
+    sizes = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--data.num_functions", "64"]
+    command = ["fit", "--config", str(REPOSITORY / "configs" / "rebalance_ddp.yaml"), *options, *sizes]
+    sys.argv = ["lightning-balance"]
+    main([*command, "--trainer.default_root_dir", "first"])
+    found = [has_process_group()]
+    dist.init_process_group("gloo")
+    main([*command, "--trainer.default_root_dir", "second"])
+    return [*found, has_process_group()]
+
+
+def test_a_command_ends_the_group_that_it_began_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(groups_around_commands, num_ranks=2) == [[False, True]] * 2
