@@ -8,26 +8,27 @@
     def test_ranks_add_up():
         assert run_ranks(sum_of_ranks, 2, 10, timeout_s=60) == [10, 10]
 
-Each rank is a fresh interpreter with the environment that torchrun would give it, so a `Trainer(devices=num_ranks)`
-inside the function joins the other ranks instead of launching processes of its own. Arguments and results travel by
-pickle through a temporary folder. Ranks do not share a process group with the test, nor with each other, and each one
-is killed together with its children (DataLoader workers) when the test ends for any reason.
+Each rank is a fork of an interpreter that has done nothing but imports (tests/forks.py), with the environment that
+torchrun would give it, so a `Trainer(devices=num_ranks)` inside the function joins the other ranks instead of launching
+processes of its own. Arguments and results travel by pickle through a temporary folder. Ranks do not share a process
+group with the test, nor with each other, and each one is killed together with its children (DataLoader workers) when
+the test ends for any reason.
 """
 
 import contextlib
-import faulthandler
 import os
 import pickle
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests.forks import Rank, fork_server
 
 Result = TypeVar("Result")
 
@@ -86,15 +87,21 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         workdir = Path(folder)
         (workdir / "call.pkl").write_bytes(pickle.dumps((function, args)))
-        deadline = time.monotonic() + timeout_s
         port = free_port()
-        ranks = [_start_rank(workdir, rank, num_ranks, port, timeout_s, env or {}) for rank in range(num_ranks)]
+        ranks = [
+            fork_server().start(
+                _run_as_rank,
+                (workdir, rank),
+                env={**rank_environment(rank, num_ranks, port), **(env or {})},
+                output=workdir / f"output{rank}.txt",
+                limit_s=timeout_s + 2 * GRACE_S,
+            )
+            for rank in range(num_ranks)
+        ]
         try:
-            timed_out = _wait(ranks, deadline)
+            timed_out = _wait(ranks, time.monotonic() + timeout_s)  # the server may have had to import everything first
         finally:
-            for rank in ranks:
-                _kill_group(rank)
-        exit_codes = [rank.returncode for rank in ranks]
+            exit_codes = [rank.kill() for rank in ranks]
         outputs = [(workdir / f"output{rank}.txt").read_text(errors="replace") for rank in range(num_ranks)]
         name = f"{function.__module__}.{function.__qualname__}"
         if timed_out:
@@ -134,21 +141,7 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _start_rank(
-    workdir: Path, rank: int, num_ranks: int, port: int, timeout_s: float, env: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    with (workdir / f"output{rank}.txt").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed", str(workdir), str(timeout_s)],
-            env={**os.environ, **rank_environment(rank, num_ranks, port), **env},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _wait(ranks: list["subprocess.Popen[bytes]"], deadline: float) -> bool:
+def _wait(ranks: list[Rank], deadline: float) -> bool:
     """Wait until all ranks ended, or the grace time after a first failure is over; True if the deadline passed."""
     grace_end = None
     while any(rank.poll() is None for rank in ranks):
@@ -164,7 +157,7 @@ def _wait(ranks: list["subprocess.Popen[bytes]"], deadline: float) -> bool:
     return False
 
 
-def _dump_stacks(ranks: list["subprocess.Popen[bytes]"]) -> None:
+def _dump_stacks(ranks: list[Rank]) -> None:
     """Ask each rank, and each of its forked workers, which have the handler too; in turn, as they share a file."""
     running = [rank.pid for rank in ranks if rank.poll() is None]
     for pid in [*running, *(worker for rank in running for worker in _children(rank))]:
@@ -178,32 +171,6 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in children.read_text().split()] if children.exists() else []
 
 
-def _kill_group(rank: "subprocess.Popen[bytes]") -> None:
-    # SIGKILL: a rank that is blocked in a collective does not act on SIGTERM. The group also outlives its leader
-    # when the leader ended and left workers behind.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(rank.pid, signal.SIGKILL)
-    rank.wait()
-
-
-def _main(workdir: Path, timeout_s: float) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # If the test itself is killed nobody is left to kill the ranks: they end themselves.
-    faulthandler.dump_traceback_later(timeout_s + 2 * GRACE_S, exit=True)
-    import torch
-
-    from lightning_balance.agreement import end_process_group
-
-    torch.set_num_threads(1)
+def _run_as_rank(workdir: Path, rank: int) -> None:
     function, args = pickle.loads((workdir / "call.pkl").read_bytes())
-    result = function(*args)
-    (workdir / f"result{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
-    end_process_group()
-    # Whatever a function left behind, no thread of it can abort an interpreter that does not end.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), float(sys.argv[2]))
+    (workdir / f"result{rank}.pkl").write_bytes(pickle.dumps(function(*args)))

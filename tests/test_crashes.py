@@ -20,7 +20,6 @@ import torch
 
 from tests.conftest import CRASH_ROUNDS
 from tests.crash import attempts
-from tests.crash.forks import ForkServer
 from tests.crash.history import (
     assert_equal_results,
     check_every_sample_trained_once,
@@ -32,6 +31,7 @@ from tests.crash.job import Attempt, Books, JobSettings
 from tests.crash.kills import KillPlan
 from tests.crash.rounds import OTHER_DEVICE, Rounds
 from tests.distributed import RanksError, RanksTimeoutError
+from tests.forks import ForkServer, fork_server
 
 NUM_ROUNDS_IN_SHORT_RUNS = 4
 
@@ -44,9 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
+def forks() -> ForkServer:
+    return fork_server()
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.crash.forks import ForkServer, Rank
 from tests.crash.job import Attempt, JobSettings, run_attempt
 from tests.distributed import RanksError, RanksTimeoutError, free_port, rank_environment
+from tests.forks import ForkServer, Rank
 
 POLL_S = 0.002
 # After an error that was not planned the other ranks get this long to report theirs, and stacks to be written.

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tests.crash.attempts import KillFromOutside, Outcome, run
-from tests.crash.forks import ForkServer
 from tests.crash.history import (
     assert_equal_results,
     check_every_sample_trained_once,
@@ -21,6 +20,7 @@ from tests.crash.history import (
 )
 from tests.crash.job import MODES, SAVES, Attempt, JobSettings
 from tests.crash.kills import KillPlan
+from tests.forks import ForkServer
 
 OUTSIDE = "outside"
 NUM_EVENTS = {"start": 100_000, "step": 3_000, "validation": 25_000, "writing": 13_000, "epoch end": 12_000}

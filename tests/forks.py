@@ -6,9 +6,9 @@
         rank.poll()   # None while it runs, then its exit code: -9 if it was killed
         rank.kill()   # with its children; whatever it is doing
 
-Importing torch and Lightning takes seconds; a job that is killed and restarted hundreds of times pays that once. The
-server runs a single thread and never a process group, a backward or a collective, so that its forks are as fresh as a
-new interpreter. It ends with its client, for any reason, and kills all ranks then; a rank also ends itself after its
+Importing torch and Lightning takes seconds; all tests of one process pay for it once (:func:`fork_server`). The server
+runs a single thread and never a process group, a backward or a collective, so that its forks are as fresh as a new
+interpreter. It ends with its client, for any reason, and kills all ranks then; a rank also ends itself after its
 deadline.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -27,7 +28,16 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+PRELOAD = "tests.toys"
+"""Imports what most ranks need: torch, Lightning, this package."""
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The server of this process, which begins at the first call and ends with the process."""
+    return ForkServer().__enter__()
 
 
 class ForkServer:
@@ -37,15 +47,15 @@ class ForkServer:
         preload: module that is imported once, with all that it imports.
     """
 
-    def __init__(self, preload: str = "tests.crash.job") -> None:
+    def __init__(self, preload: str = PRELOAD) -> None:
         self._preload = preload
 
     def __enter__(self) -> ForkServer:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        root = str(Path(__file__).parent.parent.parent)
+        root = str(Path(__file__).parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in [root, *sys.path] if path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.forks", self._preload],
+            [sys.executable, "-m", "tests.forks", self._preload],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,8 +78,12 @@ class ForkServer:
         output: Path,
         limit_s: float,
     ) -> Rank:
-        """Call ``function(*args)`` in a fork with ``env`` added; stdout and stderr go to ``output``."""
-        return Rank(self, self._ask("start", function, args, dict(env), str(output), limit_s))
+        """Call ``function(*args)`` in a fork, in this process's environment and folder, with ``env`` added.
+
+        Its stdout and stderr go to ``output``; it ends itself after ``limit_s`` seconds.
+        """
+        place = _Place({**os.environ, **env}, str(Path.cwd()), str(output.absolute()), limit_s)
+        return Rank(self, self._ask("start", function, args, place))
 
     def _ask(self, command: str, *arguments: Any) -> Any:
         assert self._process.stdin is not None
@@ -95,6 +109,15 @@ class Rank:
         return self._server._ask("kill", self.pid)
 
 
+class _Place(NamedTuple):
+    """Where a rank runs, and how long at most."""
+
+    env: dict[str, str]
+    folder: str
+    output: str
+    limit_s: float
+
+
 class _Children:
     """The server's side.
 
@@ -106,14 +129,12 @@ class _Children:
         self._pipes = pipes
         self._exit_codes: dict[int, int | None] = {}
 
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], output: str, limit_s: float
-    ) -> int:
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...], place: _Place) -> int:
         pid = os.fork()
         if pid == 0:
             for pipe in self._pipes:
                 os.close(pipe.fileno())  # the client would wait for a server that has ended
-            _run(function, args, env, output, limit_s)
+            _run(function, args, place)
         self._exit_codes[pid] = None
         return pid
 
@@ -141,21 +162,24 @@ class _Children:
             self.kill(pid)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], output: str, limit_s: float) -> None:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], place: _Place) -> None:
     code = 1
     try:
         os.setsid()
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(place.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(source, target)
-        os.environ.update(env)
+        os.chdir(place.folder)
+        os.environ.clear()
+        os.environ.update(place.env)
         tempfile.tempdir = None  # the server may have looked at its own TMPDIR already
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
-        faulthandler.dump_traceback_later(limit_s, exit=True)
+        faulthandler.dump_traceback_later(place.limit_s, exit=True)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
+            sys.modules["numpy"].random.seed()  # which the forks would share; Python's own `random` sees to it itself
         function(*args)
         code = 0
     except BaseException:  # noqa: BLE001  # the fork must not return into the server
@@ -168,7 +192,8 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str
 
 def _serve(preload: str, requests: BinaryIO, replies: BinaryIO) -> None:
     importlib.import_module(preload)
-    if threading.active_count() > 1:
+    threads = Path("/proc/self/task")  # also those that Python does not know, where the system tells
+    if threading.active_count() > 1 or (threads.exists() and len(list(threads.iterdir())) > 1):
         raise RuntimeError(f"importing {preload} started threads, which a fork would lose")
     children = _Children(requests, replies)
     try:
@@ -184,7 +209,7 @@ def _serve(preload: str, requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    from tests.crash import forks
+    from tests import forks
 
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints must not mix with the replies
