@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import time
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,6 +25,7 @@ from benchmarks import (
     overhead,
     peers,
     ranks,
+    tensorboard_picture,
 )
 from benchmarks.inputs import Shape
 from benchmarks.peaks import Peaks
@@ -190,6 +193,7 @@ def test_a_script_that_is_stopped_leaves_no_rank_behind(tmp_path, monkeypatch):
         ("memory", ["--batch-sizes", "4", "0"], "must be a whole number of at least 1, got 0"),
         ("budget_sweep", ["--scale", "0"], "must be a number above 0, got 0"),
         ("budget_sweep", ["--samples", "6"], "--samples must be a multiple of 4, got 6"),
+        ("tensorboard_picture", ["--chromium", "nosuch"], "must be a browser that can be run, got nosuch"),
         ("tables", ["nosuch"], "there is no table 'nosuch'"),
     ],
 )
@@ -198,6 +202,18 @@ def test_a_bad_option_is_told_in_one_sentence(script, words, message, monkeypatc
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"benchmarks.{script}{'.__main__' if script == 'tables' else ''}").main()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tensorboard_serves_the_histograms_that_the_picture_shows(tmp_path):
+    tensorboard_picture.train(tmp_path, num_epochs=1, num_functions=100)
+    with tensorboard_picture.tensorboard(tmp_path / "runs") as address:
+        of_ranks = [f"balance/{name}/rank_{rank}" for name in ("cost", "samples_per_micro_batch") for rank in range(2)]
+        for tag in ["balance/lengths", *of_ranks]:
+            query = urllib.parse.urlencode({"run": "demo/version_0", "tag": tag})
+            with urllib.request.urlopen(f"{address}/data/plugin/histograms/histograms?{query}", timeout=30) as answer:
+                [[_, _, bins]] = json.loads(answer.read())
+            assert sum(count for _, _, count in bins) > 0
 
 
 @pytest.mark.slow
