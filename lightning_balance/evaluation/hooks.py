@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_balance._lightning import put_first
 from lightning_balance.agreement import on_every_rank
 from lightning_balance.checks import check_evaluation, check_is_alone
+from lightning_balance.evaluation.predictions import OrderedPredictions
 from lightning_balance.evaluation.run import BalancedEvaluation
 from lightning_balance.settings import BalanceSettings
 
@@ -24,7 +25,7 @@ class EvaluationHooks(Callback):
     settings: BalanceSettings
     only_for: object | None = None
     _evaluation: BalancedEvaluation | None = None
-    _predicted: BalancedEvaluation | None = None
+    _predicted: OrderedPredictions | None = None
 
     @property
     def is_filler(self) -> bool:
@@ -88,8 +89,7 @@ class EvaluationHooks(Callback):
         self._evaluation.say_figures()
         self._predicted = None
         if trainer.predict_loop.return_predictions:
-            self._evaluation.put_in_order(trainer.predict_loop.predictions)
-            self._predicted = self._evaluation
+            self._predicted = self._evaluation.put_in_order(trainer.predict_loop.predictions)
 
     def gather_predictions(self, predictions: list[Any]) -> list[Any]:
         """The results of all ranks in the data set's order, on every rank, after the latest ``trainer.predict``.

@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import lightning_balance
 from lightning_balance._lightning import data_parallel_ranks
-from lightning_balance.agreement import check_equal_on_ranks, gather_objects, on_every_rank
-from lightning_balance.efficiency import cost_spread, pad_efficiency
+from lightning_balance.agreement import check_equal_on_ranks, on_every_rank
 from lightning_balance.evaluation import _lightning, list_states
-from lightning_balance.evaluation.ordering import in_order, join
+from lightning_balance.evaluation.figures import EvaluationFigures, figures_of
 from lightning_balance.evaluation.plan import plan_evaluation
+from lightning_balance.evaluation.predictions import OrderedPredictions
 from lightning_balance.evaluation.sampler import EvaluationBatchSampler
 from lightning_balance.lengths_of_ranks import WAY_OUT, LengthsOfRanks
 from lightning_balance.loaders import check_loader, read_order, with_batch_sampler
@@ -32,23 +30,6 @@ from lightning_balance.settings import BalanceSettings, Stage, describe
 
 LOADERS: dict[str, str] = {"validate": "validation", "test": "test", "predict": "predict"}
 """What sentences call the loaders of a stage."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationFigures:
-    """What an evaluation did, over all ranks and loaders; the time is this rank's own."""
-
-    num_samples: int
-    num_micro_batches: int
-    pad_efficiency: float
-    cost_spread: float
-    real_tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Real tokens of all ranks per second."""
-        return self.real_tokens / self.seconds if self.seconds else float("nan")
 
 
 class BalancedEvaluation:
@@ -73,7 +54,6 @@ class BalancedEvaluation:
         self._plans: list[StepPlan] = []
         self._done = np.zeros(0, dtype=np.int64)
         self._seconds = 0.0
-        self._are_ordered: list[bool] = []
 
     @property
     def source(self) -> object:
@@ -214,45 +194,26 @@ class BalancedEvaluation:
 
     def figures(self) -> EvaluationFigures | None:
         """What the micro-batches since :meth:`restart_figures` did; None where there was none."""
-        done = [(plan, slice(0, int(num))) for plan, num in zip(self._plans, self._done, strict=True) if num]
-        if not done:
-            return None
-        real = sum(int(plan.real_tokens[slots].sum()) for plan, slots in done)
-        return EvaluationFigures(
-            num_samples=sum(int(plan.num_samples[slots].sum()) for plan, slots in done),
-            num_micro_batches=sum(plan.num_samples[slots].size for plan, slots in done),
-            pad_efficiency=pad_efficiency(real, sum(int(plan.padded_tokens[slots].sum()) for plan, slots in done)),
-            cost_spread=cost_spread(np.concatenate([plan.costs[slots] for plan, slots in done])),
-            real_tokens=real,
-            seconds=self._seconds,
-        )
+        return figures_of(self._plans, self._done, self._seconds)
 
     def log_figures(self, module: LightningModule) -> None:
         """Log them through the module. A collective call."""
         figures = self.figures()
-        if figures is None:
-            return
-        prefix = f"balance/{_lightning.STAGES[self._stage].dataloader_prefix}/"
-        values = {name: getattr(figures, name) for name in ("pad_efficiency", "cost_spread", "tokens_per_second")}
-        # Only the time is a rank's own; sync_dist takes the mean of what that leads to.
-        module.log_dict(
-            {prefix + name: value for name, value in values.items()},
-            on_step=False, on_epoch=True, batch_size=1, sync_dist=True,
-        )  # fmt: skip
+        if figures is not None:
+            figures.log(module, f"balance/{_lightning.STAGES[self._stage].dataloader_prefix}/")
 
     def say_figures(self) -> None:
         """Tell the user what a run without loggers did."""
         figures = self.figures()
         if figures is not None:
-            rank_zero_info(
-                f"BalanceCallback: {self._stage}: {figures.num_samples:,} samples in {figures.num_micro_batches:,}"
-                f" micro-batches, pad efficiency {figures.pad_efficiency:.3f},"
-                f" {figures.tokens_per_second:,.0f} tokens/s"
-            )
+            rank_zero_info(f"BalanceCallback: {self._stage}: {figures}")
 
-    def served_indices(self) -> list[list[list[int]]]:
-        """The samples of this rank's micro-batches, by loader and micro-batch; fillers left out."""
-        return [
+    def put_in_order(self, predictions: list[Any]) -> OrderedPredictions:
+        """Turn what ``trainer.predict`` is about to return into outputs of single samples, in the data set's order.
+
+        Outputs that have no entry per sample, on any rank, stay as they are, with a warning. A collective call.
+        """
+        served = [
             [
                 plan.micro_batch(self._rank, slot).tolist()
                 for slot in range(int(num))
@@ -260,70 +221,4 @@ class BalancedEvaluation:
             ]
             for plan, num in zip(self._plans, self._done, strict=True)
         ]
-
-    def put_in_order(self, predictions: list[Any]) -> None:
-        """Turn what ``trainer.predict`` is about to return into outputs of single samples, in the data set's order.
-
-        Outputs that have no entry per sample, on any rank, stay as they are, with a warning. A collective call.
-        """
-        self._are_ordered = []
-        for outputs, indices in zip(self._by_loader(predictions), self.served_indices(), strict=True):
-            ordered, fault = outputs, None
-            try:
-                ordered = in_order(outputs, indices)[1]
-            except ValueError as error:
-                fault = str(error)
-            faults = [fault for fault in gather_objects(fault) if fault is not None]
-            self._are_ordered.append(not faults)
-            if not faults:
-                outputs[:] = ordered
-            else:
-                rank_zero_warn(
-                    f"trainer.predict returns outputs by micro-batch, longest samples first, because {faults[0]}:"
-                    " return one entry per sample from predict_step"
-                )
-
-    def gather(self, predictions: list[Any]) -> list[Any]:
-        """The outputs of all ranks in the data set's order, on every rank. A collective call.
-
-        Raises:
-            ValueError: on every rank, when they are not those of single samples.
-        """
-        of_loaders = self._by_loader(predictions)
-        on_every_rank(partial(check_one_per_loader, of_loaders, len(self._plans)))
-        gathered = []
-        for outputs, batches, is_ordered in zip(of_loaders, self.served_indices(), self._are_ordered, strict=True):
-            indices = sorted(index for batch in batches for index in batch)
-            on_every_rank(partial(check_one_per_sample, outputs, indices, is_ordered))
-            gathered.append(join(gather_objects((indices, outputs)))[1])
-        return gathered[0] if len(self._plans) == 1 else gathered
-
-    def _by_loader(self, predictions: list[Any]) -> list[Any]:
-        return [predictions] if len(self._plans) == 1 else predictions
-
-
-def check_one_per_loader(of_loaders: list[Any], num_loaders: int) -> None:
-    """Check that predictions are those of so many loaders.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if len(of_loaders) != num_loaders:
-        raise ValueError(
-            f"gather_predictions takes what the latest trainer.predict returned on this rank, a list for each of"
-            f" {num_loaders} loaders, got {len(of_loaders)} entries"
-        )
-
-
-def check_one_per_sample(outputs: list[Any], indices: list[int], is_ordered: bool) -> None:
-    """Check that predictions are those of single samples.
-
-    Raises:
-        ValueError: they came by micro-batch, or are not as many as the samples.
-    """
-    if not is_ordered or len(outputs) != len(indices):
-        raise ValueError(
-            f"gather_predictions takes what the latest trainer.predict returned on this rank, one output for each of"
-            f" {len(indices)} samples, got {len(outputs)} outputs"
-            + ("" if is_ordered else " by micro-batch: return one entry per sample from predict_step")
-        )
+        return OrderedPredictions.of(predictions, served)
