@@ -25,6 +25,7 @@ COMMANDS = ("plan", "calibrate", "set-max-tokens", *_TRAINER_COMMANDS)
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; `args` is for calls from Python and defaults to the process's own arguments.
 
+    A command from the process's own arguments is the last thing that the process does: its process group ends with it.
     Ctrl-C ends it with the status 130, as shells have it.
     """
     try:
@@ -57,9 +58,8 @@ def _run(args: Sequence[str] | None) -> None:
 
 
 def _run_with_lightning(command: str, args: list[str] | None) -> None:
-    from lightning_balance.agreement import end_process_group, has_process_group
+    from lightning_balance.agreement import end_process_group
 
-    is_callers = has_process_group()
     if command == "calibrate":
         from lightning_balance.probing.command import CalibrateCLI
         from lightning_balance.settings import without_cost_files
@@ -70,5 +70,5 @@ def _run_with_lightning(command: str, args: list[str] | None) -> None:
         from lightning_balance.lightning_cli import BalanceCLI
 
         BalanceCLI(args=args)
-    if not is_callers:
+    if args is None:
         end_process_group()

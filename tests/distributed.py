@@ -16,6 +16,7 @@ the test ends for any reason.
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import random
@@ -39,6 +40,9 @@ POLL_S = 0.02
 STDERR_TAIL_CHARS = 4000
 STACKS_TAIL_CHARS = 20_000
 """After a timeout: the stacks of a rank and of its DataLoader workers, which may be the ones that hang."""
+
+
+_CALLS = itertools.count()
 
 
 class RanksError(RuntimeError):
@@ -87,9 +91,10 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         workdir = Path(folder)
         (workdir / "call.pkl").write_bytes(pickle.dumps((function, args)))
-        port = free_port()
+        port, call = free_port(), next(_CALLS)
         ranks = [
-            fork_server().start(
+            # Hashes of strings differ between ranks and, where a test starts ranks twice, from those before.
+            fork_server((rank + call) % 2).start(
                 _run_as_rank,
                 (workdir, rank),
                 env={**rank_environment(rank, num_ranks, port), **(env or {})},
@@ -108,6 +113,8 @@ def run_ranks(
             raise RanksTimeoutError(f"{name} on {num_ranks} ranks ran past {timeout_s:g} s", exit_codes, outputs)
         if any(exit_codes):
             raise RanksError(f"{name} failed on {num_ranks} ranks", exit_codes, outputs)
+        if not all((workdir / f"result{rank}.pkl").exists() for rank in range(num_ranks)):
+            raise RanksError(f"{name} ended without a result on some of {num_ranks} ranks", exit_codes, outputs)
         return [pickle.loads((workdir / f"result{rank}.pkl").read_bytes()) for rank in range(num_ranks)]
 
 

@@ -7,16 +7,16 @@
         rank.kill()   # with its children; whatever it is doing
 
 Importing torch and Lightning takes seconds; all tests of one process pay for it once (:func:`fork_server`). The server
-runs a single thread and never a process group, a backward or a collective, so that its forks are as fresh as a new
-interpreter. It ends with its client, for any reason, and kills all ranks then; a rank also ends itself after its
-deadline.
+runs a single thread and never a process group, a backward or a collective, and a fork gets the client's environment,
+folder and path and random seeds of its own, so that it is as good as a new interpreter: but for what imports read from
+the environment, and for the seed of the hashes of strings, which is the server's. A server ends with its client, for
+any reason, and kills all ranks then; a rank also ends itself after its deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import importlib
 import os
 import pickle
@@ -34,10 +34,19 @@ PRELOAD = "tests.toys"
 """Imports what most ranks need: torch, Lightning, this package."""
 
 
-@functools.cache
-def fork_server() -> ForkServer:
-    """The server of this process, which begins at the first call and ends with the process."""
-    return ForkServer().__enter__()
+_ENVIRONMENT = dict(os.environ)
+"""That of the servers: not what a single test has made of it."""
+_SERVERS: dict[int, ForkServer] = {}
+
+
+def fork_server(number: int = 0) -> ForkServer:
+    """A server of this process, which begins at the first call and ends with the process.
+
+    Servers of other numbers have other seeds of the hashes of strings.
+    """
+    if number not in _SERVERS or not _SERVERS[number].is_open:
+        _SERVERS[number] = ForkServer().__enter__()
+    return _SERVERS[number]
 
 
 class ForkServer:
@@ -51,7 +60,7 @@ class ForkServer:
         self._preload = preload
 
     def __enter__(self) -> ForkServer:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**_ENVIRONMENT, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         root = str(Path(__file__).parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in [root, *sys.path] if path)
         self._process = subprocess.Popen(
@@ -59,15 +68,23 @@ class ForkServer:
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the client, which has ranks to kill then
         )
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # of a server that is gone, to which something is left to write
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server runs and takes requests."""
+        assert self._process.stdin is not None
+        return not self._process.stdin.closed and self._process.poll() is None
 
     def start(
         self,
@@ -82,15 +99,21 @@ class ForkServer:
 
         Its stdout and stderr go to ``output``; it ends itself after ``limit_s`` seconds.
         """
-        place = _Place({**os.environ, **env}, str(Path.cwd()), str(output.absolute()), limit_s)
+        place = _Place({**os.environ, **env}, sys.path, str(Path.cwd()), str(output.absolute()), limit_s)
         return Rank(self, self._ask("start", function, args, place))
 
     def _ask(self, command: str, *arguments: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((command, arguments), self._process.stdin)
-        self._process.stdin.flush()
-        return pickle.load(self._process.stdout)
+        try:
+            pickle.dump((command, arguments), self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except BaseException as error:  # an interrupt, too: the reply would be taken for that to the next request
+            self.__exit__()
+            if isinstance(error, (EOFError, BrokenPipeError)):
+                raise RuntimeError(f"the server of forks ended with {self._process.returncode}") from error
+            raise
 
 
 class Rank:
@@ -105,14 +128,15 @@ class Rank:
         return self._server._ask("poll", self.pid)
 
     def kill(self) -> int:
-        """SIGKILL to the rank and its children; its exit code, also if it had ended before."""
-        return self._server._ask("kill", self.pid)
+        """SIGKILL to the rank and its children, unless its server's end did so; its exit code, also if it had ended."""
+        return self._server._ask("kill", self.pid) if self._server.is_open else -signal.SIGKILL
 
 
 class _Place(NamedTuple):
     """Where a rank runs, and how long at most."""
 
     env: dict[str, str]
+    path: list[str]
     folder: str
     output: str
     limit_s: float
@@ -170,7 +194,10 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], place: _Place) -> 
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(source, target)
+        os.close(descriptor)
+        os.close(nothing)
         os.chdir(place.folder)
+        sys.path[:] = place.path
         os.environ.clear()
         os.environ.update(place.env)
         tempfile.tempdir = None  # the server may have looked at its own TMPDIR already
@@ -179,14 +206,15 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], place: _Place) -> 
         faulthandler.dump_traceback_later(place.limit_s, exit=True)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-            sys.modules["numpy"].random.seed()  # which the forks would share; Python's own `random` sees to it itself
+            sys.modules["torch"].seed()  # the forks would share it; Python's own `random` sees to it itself
+            sys.modules["numpy"].random.seed()
         function(*args)
+        sys.stdout.flush()
         code = 0
     except BaseException:  # noqa: BLE001  # the fork must not return into the server
         traceback.print_exc()
-    finally:
         sys.stdout.flush()
-        sys.stderr.flush()
+    finally:
         os._exit(code)
 
 

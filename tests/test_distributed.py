@@ -1,14 +1,17 @@
 import os
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed import RanksError, RanksTimeoutError, run_ranks
+from tests.forks import fork_server
 
 
 def sum_of_ranks(factor):
@@ -55,6 +58,24 @@ def world_of_a_trainer(num_ranks):
 
     trainer = L.Trainer(accelerator="cpu", devices=num_ranks, logger=False, barebones=True)
     return trainer.world_size, trainer.global_rank, type(trainer.strategy.cluster_environment).__name__
+
+
+def random_numbers():
+    of_numpy = np.random.random()  # noqa: NPY002 - the state that all of a process share is what this is about
+    return torch.initial_seed(), of_numpy, random.random(), hash("a string")
+
+
+def path_and_folder():
+    return sys.path[0], str(Path.cwd()), os.environ.get("ONLY_IN_ONE_TEST")
+
+
+def close_stdout_on_rank_1():
+    if os.environ["RANK"] == "1":
+        sys.stdout.close()
+
+
+def end_without_a_result():
+    os._exit(0)
 
 
 def is_running(pid):
@@ -104,6 +125,58 @@ def test_children_of_a_rank_are_killed_with_it(tmp_path):
     while is_running(int(pid_file.read_text())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(int(pid_file.read_text()))
+
+
+def test_ranks_have_seeds_of_their_own():
+    """As interpreters that are started one by one; what ranks only have in common by chance shows as a difference."""
+    first, second = run_ranks(random_numbers, 2), run_ranks(random_numbers, 2)
+    for drawn in list(zip(*first, *second, strict=True))[:3]:
+        assert len(set(drawn)) == 4
+    assert first[0][3] != first[1][3]
+    assert first[0][3] != second[0][3]
+
+
+def test_a_rank_runs_where_the_test_does(tmp_path, monkeypatch):
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            patch.syspath_prepend(folder)
+            patch.setenv("ONLY_IN_ONE_TEST", folder.name)
+            assert run_ranks(path_and_folder, 1) == [(str(folder), str(folder), folder.name)]
+    assert run_ranks(path_and_folder, 1)[0][2] is None
+
+
+def test_a_rank_that_closes_its_output_fails_alone():
+    with pytest.raises(RanksError, match="I/O operation on closed file") as error:
+        run_ranks(close_stdout_on_rank_1, 2)
+    assert error.value.exit_codes == [0, 1]
+
+
+def test_a_rank_that_ends_without_a_result_is_reported():
+    with pytest.raises(RanksError, match="ended without a result"):
+        run_ranks(end_without_a_result, 1)
+
+
+def test_ranks_start_again_after_a_request_that_was_interrupted(monkeypatch):
+    def interrupted(stream):
+        raise KeyboardInterrupt
+
+    servers = [fork_server(0), fork_server(1)]
+    monkeypatch.setattr("tests.forks.pickle.load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(os.getpid, 2)
+    monkeypatch.undo()
+    assert sum(server.is_open for server in servers) == 1
+    assert len(set(run_ranks(os.getpid, 2))) == 2
+
+
+def test_a_server_that_is_gone_is_named_once_and_replaced():
+    server = fork_server()
+    server._process.kill()
+    with pytest.raises(RuntimeError, match="the server of forks ended with -9"):
+        server.start(os.getpid, (), env={}, output=Path(os.devnull), limit_s=1)
+    assert len(run_ranks(os.getpid, 2)) == 2
 
 
 def test_a_function_that_a_rank_cannot_import_is_refused():
