@@ -33,7 +33,6 @@ from typing import Any, BinaryIO, NamedTuple
 PRELOAD = "tests.toys"
 """Imports what most ranks need: torch, Lightning, this package."""
 
-
 _ENVIRONMENT = dict(os.environ)
 """That of the servers: not what a single test has made of it."""
 _SERVERS: dict[int, ForkServer] = {}
