@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.options import positive_int
 from benchmarks.plan_report import PICTURES
+from lightning_balance.outputs import whole_file
 
 ROOT = Path(__file__).parents[1]
 LOGGER = """\
@@ -59,7 +60,7 @@ def tensorboard(folder: Path) -> Iterator[str]:
     """Serve the files of a folder on a free port of this machine; yields the address.
 
     Raises:
-        RuntimeError: the server did not answer in time, or ended.
+        RuntimeError: the server did not answer in time, or ended; with what it said.
     """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -67,12 +68,18 @@ def tensorboard(folder: Path) -> Iterator[str]:
     # A relative name, since the page shows it.
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", folder.name, "--port", str(port)]
     address = f"http://localhost:{port}"
-    with subprocess.Popen(command, cwd=folder.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, cwd=folder.parent, stdout=said, stderr=subprocess.STDOUT) as server,
+    ):
         try:
             deadline = time.monotonic() + START_LIMIT_S
             while not _answers(address):
                 if server.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"TensorBoard did not answer within {START_LIMIT_S:g} s: {' '.join(command)}")
+                    said.seek(0)
+                    raise RuntimeError(
+                        f"TensorBoard ended, or had no histograms within {START_LIMIT_S:g} s: {said.read()}"
+                    )
                 time.sleep(0.2)
             yield address
         finally:
@@ -88,19 +95,25 @@ def _answers(address: str) -> bool:
 
 
 def take(address: str, picture: Path, chromium: str) -> None:
-    """Write the picture of a page as PNG."""
-    with tempfile.TemporaryDirectory() as profile:
-        subprocess.run(
-            [
-                *(chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *(f"--user-data-dir={profile}", "--window-size=1500,720", f"--virtual-time-budget={PAGE_LIMIT_MS}"),
-                *(f"--screenshot={picture.absolute()}", address),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=180,
-            check=True,
-        )
+    """Write the picture of a page as PNG.
+
+    Raises:
+        RuntimeError: the browser took none; with what it said.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        taken = Path(name) / "taken.png"
+        options = [
+            *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={name}"),
+            *("--window-size=1500,720", f"--virtual-time-budget={PAGE_LIMIT_MS}", f"--screenshot={taken}"),
+        ]
+        done = subprocess.run(
+            [chromium, *options, address],
+            check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180,
+        )  # fmt: skip
+        if done.returncode or not taken.exists():
+            raise RuntimeError(f"{chromium} took no picture (exit status {done.returncode}): {done.stdout[-2000:]}")
+        with whole_file(picture) as file:
+            file.write(taken.read_bytes())
 
 
 def main() -> None:
@@ -109,10 +122,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=positive_int, default=3, help="epochs, of which each gives a histogram")
     parser.add_argument("--functions", type=positive_int, default=600, help="samples of the demo's data")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="folder of the picture")
-    parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser (default: that of the PATH)")
+    parser.add_argument("--chromium", default="chromium", help="the browser, a name or a path (default: chromium)")
     args = parser.parse_args()
-    if args.chromium is None or shutil.which(args.chromium) is None:
-        parser.error(f"--chromium must be a browser that can be run, got {args.chromium}: install chromium or name one")
+    if shutil.which(args.chromium) is None:
+        parser.error(f"--chromium must be a browser that can be run, got {args.chromium}: install it or name another")
     args.pictures.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -93,7 +93,7 @@ def run_ranks(
         (workdir / "call.pkl").write_bytes(pickle.dumps((function, args)))
         port, call = free_port(), next(_CALLS)
         ranks = [
-            # Hashes of strings differ between ranks and, where a test starts ranks twice, from those before.
+            # Hashes of strings differ between neighbouring ranks and, where a test starts ranks again, from the last.
             fork_server((rank + call) % 2).start(
                 _run_as_rank,
                 (workdir, rank),

@@ -10,7 +10,8 @@ Importing torch and Lightning takes seconds; all tests of one process pay for it
 runs a single thread and never a process group, a backward or a collective, and a fork gets the client's environment,
 folder and path and random seeds of its own, so that it is as good as a new interpreter: but for what imports read from
 the environment, and for the seed of the hashes of strings, which is the server's. A server ends with its client, for
-any reason, and kills all ranks then; a rank also ends itself after its deadline.
+any reason, and kills all ranks then; a rank also ends itself after its deadline. What a rank raises, SystemExit too, is
+an exit code of 1 and a traceback in its output.
 """
 
 from __future__ import annotations
@@ -127,8 +128,12 @@ class Rank:
         return self._server._ask("poll", self.pid)
 
     def kill(self) -> int:
-        """SIGKILL to the rank and its children, unless its server's end did so; its exit code, also if it had ended."""
-        return self._server._ask("kill", self.pid) if self._server.is_open else -signal.SIGKILL
+        """SIGKILL to the rank and its children; its exit code, also if it had ended before, as far as that is known."""
+        if self._server.is_open:
+            return self._server._ask("kill", self.pid)
+        with contextlib.suppress(ProcessLookupError):  # a server ends its ranks, unless it was killed itself
+            os.killpg(self.pid, signal.SIGKILL)
+        return -signal.SIGKILL
 
 
 class _Place(NamedTuple):

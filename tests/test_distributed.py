@@ -2,6 +2,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def test_a_trainer_joins_the_ranks_instead_of_launching_more():
 
 
 def test_a_rank_that_hangs_in_a_collective_is_killed_at_the_timeout():
+    run_ranks(os.getpid, 2)  # what the servers import is no time of the ranks
     start = time.monotonic()
     with pytest.raises(RanksTimeoutError, match=r"hang_on_rank_0 on 2 ranks ran past 8 s") as error:
         run_ranks(hang_on_rank_0, 2, timeout_s=8)
@@ -111,6 +113,7 @@ def test_the_stacks_of_a_rank_tell_where_its_workers_hang():
 
 
 def test_a_rank_that_raises_is_reported_and_the_others_are_not_waited_for():
+    run_ranks(os.getpid, 2)
     start = time.monotonic()
     with pytest.raises(RanksError, match="a clear sentence") as error:
         run_ranks(raise_on_rank_1, 2, timeout_s=100)
@@ -169,6 +172,30 @@ def test_ranks_start_again_after_a_request_that_was_interrupted(monkeypatch):
     monkeypatch.undo()
     assert sum(server.is_open for server in servers) == 1
     assert len(set(run_ranks(os.getpid, 2))) == 2
+
+
+def write_pid_and_wait(folder):
+    (Path(folder) / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_ranks_of_a_server_that_is_killed_are_killed_too(tmp_path):
+    def kill_the_server_of_rank_0():
+        while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
+            time.sleep(0.02)
+        servers[0]._process.kill()
+
+    servers = [fork_server(0), fork_server(1)]
+    killer = threading.Thread(target=kill_the_server_of_rank_0)
+    killer.start()
+    with pytest.raises(RuntimeError, match="the server of forks ended with -9"):
+        run_ranks(write_pid_and_wait, 2, str(tmp_path))
+    killer.join()
+    pids = [int((tmp_path / name).read_text()) for name in "01"]
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
 
 
 def test_a_server_that_is_gone_is_named_once_and_replaced():

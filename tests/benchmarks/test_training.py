@@ -204,6 +204,15 @@ def test_a_bad_option_is_told_in_one_sentence(script, words, message, monkeypatc
     assert message in capsys.readouterr().err
 
 
+def test_a_browser_that_takes_no_picture_is_an_error_and_leaves_the_old_one(tmp_path):
+    old = tmp_path / "tensorboard.png"
+    old.write_text("the old one")
+    for browser in ("true", "false"):
+        with pytest.raises(RuntimeError, match=f"{browser} took no picture"):
+            tensorboard_picture.take("http://localhost:1", old, browser)
+    assert old.read_text() == "the old one"
+
+
 @pytest.mark.slow
 def test_tensorboard_serves_the_histograms_that_the_picture_shows(tmp_path):
     tensorboard_picture.train(tmp_path, num_epochs=1, num_functions=100)
