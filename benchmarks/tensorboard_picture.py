@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,7 +89,7 @@ def _answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/data/plugin/histograms/tags", timeout=5) as answer:
             return b"balance/lengths" in answer.read()  # it reads its files while it answers already
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
+    except OSError:
         return False
 
 

@@ -31,7 +31,7 @@ from tests.crash.job import Attempt, Books, JobSettings
 from tests.crash.kills import KillPlan
 from tests.crash.rounds import OTHER_DEVICE, Rounds
 from tests.distributed import RanksError, RanksTimeoutError
-from tests.forks import ForkServer, fork_server
+from tests.forks import ForkServer
 
 NUM_ROUNDS_IN_SHORT_RUNS = 4
 
@@ -44,16 +44,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def forks() -> ForkServer:
-    return fork_server()
-
-
-@pytest.fixture(scope="module")
-def rounds(
-    forks: ForkServer, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Iterator[Rounds]:
+def rounds(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Rounds]:
     begun = time.monotonic()
-    played = Rounds(forks, tmp_path_factory.mktemp("rounds"))
+    played = Rounds(tmp_path_factory.mktemp("rounds"))
     yield played
     pytestconfig.stash[CRASH_ROUNDS] = f"{played.summary()} in {time.monotonic() - begun:.0f} s"
 
@@ -75,12 +68,12 @@ def killed(
 
 
 @pytest.mark.skipif(not OTHER_DEVICE.exists(), reason="needs a second file system, where a checkpoint is copied to")
-def test_a_checkpoint_that_is_half_written_is_not_continued_from(forks: ForkServer, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_half_written_is_not_continued_from(tmp_path: Path) -> None:
     first = killed(tmp_path, "writing", event="sendfile", ranks=(0,))
     with tempfile.TemporaryDirectory(dir=OTHER_DEVICE) as temporary:
         if Path(temporary).stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("both folders are on one file system")
-        outcome = attempts.run(forks, JobSettings(), first, env={"TMPDIR": temporary})
+        outcome = attempts.run(JobSettings(), first, env={"TMPDIR": temporary})
     assert outcome.place == "writing: c_call of sendfile"
     checkpoint, torn = newest_readable_checkpoint(first.checkpoints)
     assert [path.name for path in torn] == ["0-epoch=0-step=4.ckpt"]
@@ -88,39 +81,39 @@ def test_a_checkpoint_that_is_half_written_is_not_continued_from(forks: ForkServ
     assert checkpoint.name == "0-epoch=0-step=3.ckpt"
 
 
-def test_where_files_are_renamed_no_checkpoint_is_half_written(forks: ForkServer, tmp_path: Path) -> None:
+def test_where_files_are_renamed_no_checkpoint_is_half_written(tmp_path: Path) -> None:
     first = killed(tmp_path, "writing", event="rename", ranks=(0,))
-    assert attempts.run(forks, JobSettings(), first, env={"TMPDIR": str(tmp_path)}).place
+    assert attempts.run(JobSettings(), first, env={"TMPDIR": str(tmp_path)}).place
     checkpoint, torn = newest_readable_checkpoint(first.checkpoints)
     assert checkpoint is not None
     assert not torn
 
 
-def test_a_survivor_saves_and_the_job_continues_from_there(forks: ForkServer, tmp_path: Path) -> None:
+def test_a_survivor_saves_and_the_job_continues_from_there(tmp_path: Path) -> None:
     """Rank 1 dies inside a step; rank 0 finds out in a collective, and saves in on_exception."""
     settings = JobSettings(mode="token budget", accumulate=2, saves=("every fourth step, and on exceptions",))
     first = killed(tmp_path, "step", ranks=(1,), occurrence=5)
-    attempts.run(forks, settings, first, grace_s=5.0)
+    attempts.run(settings, first, grace_s=5.0)
     checkpoint, _ = newest_readable_checkpoint(first.checkpoints)
     assert checkpoint is not None
     assert torch.load(checkpoint, weights_only=False)["global_step"] % 4
     second = replace(first, number=1, checkpoint=checkpoint, kill=None)
-    assert attempts.run(forks, settings, second).finished
+    assert attempts.run(settings, second).finished
     result = read_result(second)
     check_every_sample_trained_once(result, settings.loss_reduction)
     check_logs([first, second], result)
 
 
-def test_a_job_that_does_not_end_is_a_failure_and_says_where_it_is(forks: ForkServer, tmp_path: Path) -> None:
+def test_a_job_that_does_not_end_is_a_failure_and_says_where_it_is(tmp_path: Path) -> None:
     attempt, no_rank_zero = Attempt(number=0, folder=tmp_path, num_ranks=2), {"RANK": "1"}
     with pytest.raises(RanksTimeoutError, match=r"ran past 2 s") as error:
-        attempts.run(forks, JobSettings(), attempt, limit_s=2, env=no_rank_zero)
+        attempts.run(JobSettings(), attempt, limit_s=2, env=no_rank_zero)
     assert all("most recent call first" in output for output in error.value.outputs)
 
 
-def test_an_error_of_the_job_is_a_failure_and_shown(forks: ForkServer, tmp_path: Path) -> None:
+def test_an_error_of_the_job_is_a_failure_and_shown(tmp_path: Path) -> None:
     with pytest.raises(RanksError, match=r"failed(.|\n)*KeyError: 'no such mode'"):
-        attempts.run(forks, JobSettings(mode="no such mode"), Attempt(number=0, folder=tmp_path, num_ranks=2))
+        attempts.run(JobSettings(mode="no such mode"), Attempt(number=0, folder=tmp_path, num_ranks=2))
 
 
 def train_a_step_twice(books: Books) -> None:
@@ -140,9 +133,9 @@ def lose_a_step(books: Books) -> None:
     del books.steps[3]
 
 
-def test_the_books_notice_what_goes_wrong(rounds: Rounds, forks: ForkServer, tmp_path: Path) -> None:
+def test_the_books_notice_what_goes_wrong(rounds: Rounds, tmp_path: Path) -> None:
     attempt = Attempt(number=0, folder=tmp_path, num_ranks=2)
-    attempts.run(forks, JobSettings(), attempt)
+    attempts.run(JobSettings(), attempt)
     expected = rounds.uninterrupted(JobSettings())
     check_every_sample_trained_once(read_result(attempt), "sample_mean")
     assert_equal_results(read_result(attempt), expected)
@@ -161,9 +154,9 @@ def test_the_books_notice_what_goes_wrong(rounds: Rounds, forks: ForkServer, tmp
         assert_equal_results(result, expected)
 
 
-def test_the_logs_notice_what_goes_wrong(forks: ForkServer, tmp_path: Path) -> None:
+def test_the_logs_notice_what_goes_wrong(tmp_path: Path) -> None:
     attempt = Attempt(number=0, folder=tmp_path, num_ranks=2)
-    attempts.run(forks, JobSettings(), attempt)
+    attempts.run(JobSettings(), attempt)
     result = read_result(attempt)
     check_logs([attempt], result)
     lines = attempt.log(1).read_text().splitlines(keepends=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.crash.job import Attempt, JobSettings, run_attempt
 from tests.distributed import RanksError, RanksTimeoutError, free_port, rank_environment
-from tests.forks import ForkServer, Rank
+from tests.forks import Rank, fork_server
 
 POLL_S = 0.002
 # After an error that was not planned the other ranks get this long to report theirs, and stacks to be written.
@@ -49,7 +49,6 @@ class Outcome:
 
 
 def run(
-    forks: ForkServer,
     settings: JobSettings,
     attempt: Attempt,
     kill: KillFromOutside | None = None,
@@ -67,7 +66,7 @@ def run(
     outputs = [attempt.folder / f"output-{attempt.number}-{rank}.txt" for rank in range(attempt.num_ranks)]
     port = free_port()
     ranks = [
-        forks.start(
+        fork_server().start(
             run_attempt,
             (settings, attempt),
             env={**rank_environment(rank, attempt.num_ranks, port), **(env or {})},

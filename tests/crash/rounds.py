@@ -20,7 +20,6 @@ from tests.crash.history import (
 )
 from tests.crash.job import MODES, SAVES, Attempt, JobSettings
 from tests.crash.kills import KillPlan
-from tests.forks import ForkServer
 
 OUTSIDE = "outside"
 NUM_EVENTS = {"start": 100_000, "step": 3_000, "validation": 25_000, "writing": 13_000, "epoch end": 12_000}
@@ -82,12 +81,10 @@ class Rounds:
     """Plays rounds, each a function of its seed, up to when a kill by the clock happens to land.
 
     Args:
-        forks: starts the ranks.
         folder: for the files of all rounds.
     """
 
-    def __init__(self, forks: ForkServer, folder: Path) -> None:
-        self.forks = forks
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.played: list[Round] = []
         self._uninterrupted: dict[JobSettings, dict[str, Any]] = {}
@@ -133,7 +130,7 @@ class Rounds:
         if settings not in self._uninterrupted:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
             attempt = Attempt(number=0, folder=folder, num_ranks=2)
-            assert run(self.forks, settings, attempt).finished
+            assert run(settings, attempt).finished
             self._uninterrupted[settings] = result = read_result(attempt)
             check_every_sample_trained_once(result, settings.loss_reduction)
         return self._uninterrupted[settings]
@@ -152,7 +149,7 @@ class Rounds:
                 attempt = Attempt(number=number, folder=folder, num_ranks=num_ranks, checkpoint=checkpoint)
                 attempt, outside = with_a_kill(attempt, rng) if number < num_kills else (attempt, None)
                 grace_s = float(rng.choice([0.0, 0.5]))
-                outcome = run(self.forks, settings, attempt, outside, grace_s=grace_s, env={"TMPDIR": temporary})
+                outcome = run(settings, attempt, outside, grace_s=grace_s, env={"TMPDIR": temporary})
                 played.attempts.append(attempt)
                 played.outcomes.append(outcome)
                 if outcome.finished:
